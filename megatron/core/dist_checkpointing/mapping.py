@@ -1,0 +1,153 @@
+"""Names and places of training state in model space.
+
+Every piece of state is a named global tensor; a rank holds a list of *boxes* of it, each an offset and a live view of
+local memory. TP, PP, DP and ZeRO are only different tilings, so nothing here knows about any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned piece of a global tensor: `tensor` is a live view of the data at `offset`.
+
+    Its shape is the extent of the box (same number of dimensions as the global tensor).
+    """
+
+    offset: Shape
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """This rank's part of the global tensor `key`.
+
+    For a parameter, `local` is the whole local tensor and the boxes tile the leading part of its row-major elements, in
+    order (a fused SwiGLU matrix is two boxes, gate then up; an embedding crops the rows that pad the vocabulary).
+    Ranks that hold equal boxes are replicas of each other; who writes is decided by the save plan.
+    """
+
+    key: str
+    global_shape: Shape
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    local: torch.Tensor | None = None
+
+    @classmethod
+    def replicated(cls, key: str, tensor: torch.Tensor) -> ShardedTensor:
+        """Every rank that has this key has the whole tensor."""
+        shape = tuple(tensor.shape)
+        return cls(key, shape, tensor.dtype, (Box((0,) * len(shape), tensor.detach()),), tensor)
+
+    @classmethod
+    def split(cls, key: str, tensor: torch.Tensor, dim: int, rank: int, size: int) -> ShardedTensor:
+        """Equal parts along `dim`: part `rank` of `size` is `tensor`."""
+        shape = list(tensor.shape)
+        offset = [0] * len(shape)
+        offset[dim] = rank * shape[dim]
+        shape[dim] *= size
+        return cls(key, tuple(shape), tensor.dtype, (Box(tuple(offset), tensor.detach()),), tensor)
+
+    @classmethod
+    def split_rows(
+        cls, key: str, tensor: torch.Tensor, rank: int, size: int, num_blocks: int = 1, num_rows: int | None = None
+    ) -> ShardedTensor:
+        """Rows of `num_blocks` stacked matrices, each split evenly over `size` ranks.
+
+        The global tensor is `[block_0; block_1; ...]`, the local one `[block_0 part; block_1 part; ...]`.
+        `num_rows` crops the global tensor to its first rows (padded vocabulary; one block only).
+        """
+        local_rows = tensor.shape[0] // num_blocks
+        assert local_rows * num_blocks == tensor.shape[0], (key, tuple(tensor.shape), num_blocks)
+        assert num_rows is None or num_blocks == 1
+        total = local_rows * size * num_blocks if num_rows is None else num_rows
+        boxes = []
+        for block, part in enumerate(tensor.detach().split(local_rows)):
+            start = (block * size + rank) * local_rows
+            part = part[: max(0, min(local_rows, total - start))]
+            if len(part):
+                boxes.append(Box((start,) + (0,) * (tensor.dim() - 1), part))
+        return cls(key, (total, *tensor.shape[1:]), tensor.dtype, tuple(boxes), tensor)
+
+    def with_key(self, key: str) -> ShardedTensor:
+        return replace(self, key=key)
+
+    def flat_range(self, key: str, start: int, data: torch.Tensor) -> ShardedTensor:
+        """State that belongs to local elements `[start, start + len(data))` of this parameter.
+
+        `data` (1-D, contiguous) holds one value per element of the row-major local tensor: a ZeRO-1 shard of main
+        parameters or moments. The result has the parameter's global shape and views `data`; nothing is copied.
+        """
+        boxes: list[Box] = []
+        box_start = 0
+        for box in self.boxes:
+            numel = box.tensor.numel()
+            lo, hi = max(start, box_start), min(start + data.numel(), box_start + numel)
+            if lo < hi:
+                part = data[lo - start : hi - start]
+                boxes += [
+                    Box(tuple(a + b for a, b in zip(box.offset, offset, strict=True)), view)
+                    for offset, view in flat_range_boxes(box.shape, lo - box_start, part)
+                ]
+            box_start += numel
+        return ShardedTensor(key, self.global_shape, data.dtype, tuple(boxes))
+
+
+@dataclass(frozen=True)
+class ShardedObject:
+    """A small Python value of plain types stored under its own key (RNG state, schedule); equal keys are replicas."""
+
+    key: str
+    value: Any
+
+
+ShardedStateDict = dict[str, ShardedTensor | ShardedObject]
+
+
+def flat_range_boxes(shape: Shape, start: int, data: torch.Tensor) -> Iterator[tuple[Shape, torch.Tensor]]:
+    """Cut elements `[start, start + len(data))` of a row-major tensor of `shape` into boxes.
+
+    Yields (offset, view of `data` in the shape of the box), at most `2 * len(shape) - 1` of them, each contiguous in
+    `data`: partial rows at the two ends, recursively, and whole rows between.
+    """
+    stop = start + data.numel()
+    assert data.dim() == 1 and 0 <= start <= stop <= math.prod(shape), (shape, start, tuple(data.shape))
+    if start == stop:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), data.view((stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row  # rows of the first and the last element
+    head = first if start % row or stop < (first + 1) * row else None
+    tail = last if stop % row and last != head else None
+    if head is not None:
+        part = data[: min(stop, (head + 1) * row) - start]
+        for offset, view in flat_range_boxes(shape[1:], start - head * row, part):
+            yield (head, *offset), view.unsqueeze(0)
+    middle = range(first + (head is not None), last + 1 - (tail is not None or last == head))
+    if len(middle):
+        part = data[middle.start * row - start : middle.stop * row - start]
+        yield (middle.start,) + (0,) * (len(shape) - 1), part.view(len(middle), *shape[1:])
+    if tail is not None:
+        part = data[tail * row - start :]
+        for offset, view in flat_range_boxes(shape[1:], 0, part):
+            yield (tail, *offset), view.unsqueeze(0)
+
+
+def map_keys(state: ShardedStateDict, rename: Callable[[str], str]) -> ShardedStateDict:
+    """The same state under other keys."""
+    return {rename(key): replace(entry, key=rename(key)) for key, entry in state.items()}

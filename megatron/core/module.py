@@ -1,0 +1,120 @@
+"""MegatronModule: a module that knows where its parameters stand in model space."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
+
+_INIT_BLOCK = 1 << 20  # elements that are drawn from one generator; fixed for ever, it is part of the seed's meaning
+
+
+class Init(Protocol):
+    """How a global tensor gets its first values."""
+
+    def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2), a function of seed, key and place in the global tensor alone: the same under every layout.
+
+    The rows are drawn in blocks of about a million elements, each from its own CPU generator, in fp32, so a rank draws
+    only the blocks its box touches and the values do not depend on device or dtype (beyond rounding).
+    """
+
+    std: float
+
+    def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
+        row_shape = global_shape[1:]
+        rows_per_block = max(1, _INIT_BLOCK // max(1, torch.Size(row_shape).numel()))
+        start, stop = box.offset[0], box.offset[0] + box.shape[0]
+        columns = tuple(slice(o, o + n) for o, n in zip(box.offset[1:], box.shape[1:], strict=True))
+        for block in range(start // rows_per_block, -(-stop // rows_per_block)):
+            first = block * rows_per_block
+            rows = min(rows_per_block, global_shape[0] - first)
+            generator = torch.Generator().manual_seed(_block_seed(seed, key, block))
+            values = torch.empty(rows, *row_shape).normal_(0.0, self.std, generator=generator)
+            lo, hi = max(start, first), min(stop, first + rows)
+            box.tensor[lo - start : hi - start].copy_(values[(slice(lo - first, hi - first), *columns)])
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
+        box.tensor.fill_(self.value)
+
+
+def _block_seed(seed: int, key: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}\0{key}\0{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What the optimizer and the gradient reductions must know of a parameter."""
+
+    init: Init
+    tp_split: bool = False  # False: every TP rank holds the same values
+    partial_grad: bool = False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
+    shared_embedding: bool = False  # tied embedding with PP > 1: one copy on the first and one on the last stage
+    counted: bool = True  # False for the copy on the last stage: it is left out of norms
+
+
+def make_parameter(shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo) -> nn.Parameter:
+    """An uninitialised parameter that carries its `ParamInfo`; `MegatronModule.initialize` fills it."""
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    set_param_info(param, info)
+    return param
+
+
+def param_info(param: nn.Parameter) -> ParamInfo:
+    return param.megatron_info  # type: ignore[attr-defined, no-any-return]
+
+
+def set_param_info(param: nn.Parameter, info: ParamInfo) -> None:
+    param.megatron_info = info  # type: ignore[attr-defined]
+
+
+class MegatronModule(nn.Module):
+    """Recursive `sharded_state_dict`: whoever creates a parameter that is split over TP overrides it in the same class."""
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        """Own parameters are replicated over TP; children say their own."""
+        state: ShardedStateDict = {
+            prefix + name: ShardedTensor.replicated(prefix + name, param)
+            for name, param in self._parameters.items()
+            if param is not None
+        }
+        for name, child in self.named_children():
+            state.update(child_sharded_state_dict(child, f"{prefix}{name}."))
+        return state
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Fill every parameter from `seed` and its key; padding that is in no box becomes zero."""
+        for key, entry in self.sharded_state_dict().items():
+            assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
+            entry.local.zero_()
+            for box in entry.boxes:
+                param_info(entry.local).init(box, key, entry.global_shape, seed)
+
+
+def child_sharded_state_dict(child: nn.Module, prefix: str) -> ShardedStateDict:
+    """`sharded_state_dict` of a child that may be a plain container (ModuleList, ModuleDict)."""
+    if isinstance(child, MegatronModule):
+        return child.sharded_state_dict(prefix)
+    assert not child._parameters, f"{prefix}: {type(child).__name__} has parameters but is no MegatronModule"
+    state: ShardedStateDict = {}
+    for name, grandchild in child.named_children():
+        state.update(child_sharded_state_dict(grandchild, f"{prefix}{name}."))
+    return state

@@ -1,0 +1,45 @@
+"""Small helpers that every layer may use. Imports torch only."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+
+def divide(numerator: int, denominator: int, what: str) -> int:
+    """Exact division; `what` names the quantity in the error.
+
+    Raises ValueError when it does not divide evenly.
+    """
+    if numerator % denominator != 0:
+        raise ValueError(f"{what}: {numerator} is not divisible by {denominator}")
+    return numerator // denominator
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is >= `value`."""
+    return -(-value // multiple) * multiple
+
+
+def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
+    """`[start, stop)` of equal part `rank` of `size`; `length` must be a multiple of `size`."""
+    part = length // size
+    assert part * size == length, (length, size)
+    return rank * part, (rank + 1) * part
+
+
+# torch 2.13 renamed these two collectives and warns on the old names.
+all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def flag(default: Any, *names: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that is also a command-line flag; the docstring under the field is its help.
+
+    Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
+    `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
+    opposite of its default.
+    """
+    return dataclasses.field(default=default, metadata={"flags": names, "choices": choices})
