@@ -63,8 +63,8 @@ class TransformerConfig:
     """Keep the bias of the QKV projection even with --disable-bias-linear."""
     qk_layernorm: bool = flag(False)
     """Normalize every query and key head."""
-    window_size: int | None = flag(None)
-    """Sliding-window attention: a token sees itself and this many - 1 tokens before it."""
+    window_size: tuple[int, int] | None = flag(None)
+    """Sliding-window attention as LEFT,RIGHT: a token sees itself, LEFT tokens before it and RIGHT (0) after it."""
     embedding_layernorm: bool = flag(False)
     """Normalize the word embedding (BLOOM)."""
     untie_embeddings_and_output_weights: bool = flag(False)
