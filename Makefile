@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine with Python 3.10+ and a C++ compiler:
+#   make demo   set up .venv, train on real text, save, resume at another layout, export to Hugging Face
+#   make test   set up .venv, run all tests
+# Every target can be interrupted and run again.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test check interop clean
+
+help:
+	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+	@echo "make check  lint and type check"
+	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py pyproject.toml constraints.txt megatron/core/datasets/helpers.cpp
+	@echo "== setting up $(VENV) (a few minutes the first time)"
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed: make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup
+	VENV=$(VENV) bash examples/demo/run.sh
+
+test: setup
+	$(PY) -m pytest -q --durations=15 $(PYTEST_ARGS)
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+interop: setup
+	$(PY) tests/interop/run.py
+
+clean:
+	rm -rf $(VENV) build demo *.egg-info megatron/core/datasets/*.so

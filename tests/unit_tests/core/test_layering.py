@@ -1,0 +1,64 @@
+"""Layers never import upwards, and packages of one layer do not import each other."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+LAYERS = [
+    {"megatron.core.parallel_state", "megatron.core.utils"},
+    {"megatron.core.dist_checkpointing"},
+    {"megatron.core.module"},
+    {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},
+    {"megatron.core.transformer", "megatron.core.distributed"},
+    {"megatron.core.models", "megatron.core.optimizer"},
+    {"megatron.conversion"},
+    {"megatron.training"},
+]
+LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+
+
+def package_of(module: str) -> str | None:
+    return next((p for p in LAYER_OF if module == p or module.startswith(p + ".")), None)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every module named in an import statement, also `from package import module`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_imports_go_down():
+    wrong, seen = [], set()
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        importer = package_of(module)
+        if importer is None:
+            assert module in ("megatron", "megatron.core"), f"{module} is in no layer"
+            continue
+        seen.add(importer)
+        for name in imports_of(path):
+            imported = package_of(name)
+            if imported and imported != importer and LAYER_OF[imported] >= LAYER_OF[importer]:
+                if LAYER_OF[importer] == 0:  # the two leaves of the bottom layer may use each other
+                    continue
+                wrong.append(f"{module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+    assert "megatron.core.dist_checkpointing" in seen
+
+
+def test_dist_checkpointing_knows_no_model_flags_or_topology():
+    for path in (ROOT / "megatron/core/dist_checkpointing").rglob("*.py"):
+        outside = {n for n in imports_of(path) if n.startswith("megatron") and "dist_checkpointing" not in n}
+        assert not outside, f"{path.name} imports {outside}"
+
+
+def test_library_code_does_not_import_scripts():
+    for path in (ROOT / "megatron").rglob("*.py"):
+        assert not {n for n in imports_of(path) if n.split(".")[0] in ("tools", "pretrain_gpt", "tests")}, path

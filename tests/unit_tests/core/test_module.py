@@ -1,0 +1,88 @@
+"""Initial values depend on seed and key alone."""
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.mapping import Box, ShardedTensor
+from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter, param_info
+
+
+class Split(MegatronModule):
+    """Rows (gate and up) split over `size` ranks, an unsplit scale, a cropped table."""
+
+    def __init__(self, rank, size, dtype=torch.float32):
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.fused = make_parameter((24 // size, 5), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
+        self.columns = make_parameter((7, 8 // size), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
+        self.scale = make_parameter((5,), dtype, None, ParamInfo(Constant(1.0)))
+        self.table = make_parameter((12 // size, 3), dtype, None, ParamInfo(Normal(1.0), tp_split=True))
+
+    def sharded_state_dict(self, prefix=""):
+        place = (self.rank, self.size)
+        return {
+            **super().sharded_state_dict(prefix),
+            prefix + "fused": ShardedTensor.split_rows(prefix + "fused", self.fused, *place, num_blocks=2),
+            prefix + "columns": ShardedTensor.split(prefix + "columns", self.columns, 1, *place),
+            prefix + "table": ShardedTensor.split_rows(prefix + "table", self.table, *place, num_rows=11),
+        }
+
+
+def global_tensors(modules):
+    """Paste the boxes of all ranks into whole tensors; every element must be covered."""
+    whole = {}
+    for module in modules:
+        for key, entry in module.sharded_state_dict().items():
+            target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
+            for box in entry.boxes:
+                target[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] = box.tensor
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_values_do_not_depend_on_the_split(size):
+    dense = Split(0, 1)
+    dense.initialize(seed=7)
+    parts = [Split(rank, size) for rank in range(size)]
+    for part in parts:
+        part.initialize(seed=7)
+    expected, got = global_tensors([dense]), global_tensors(parts)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_padding_is_zero_and_seed_and_key_matter():
+    parts = [Split(rank, 4) for rank in range(4)]
+    for part in parts:
+        part.initialize(seed=7)
+    assert torch.equal(parts[3].table[2], torch.zeros(3))
+    other = Split(0, 1)
+    other.initialize(seed=8)
+    assert not torch.equal(other.fused, global_tensors(parts)["fused"])
+    assert not torch.equal(other.fused[:7, :5].flatten()[:7], other.columns.flatten()[:7])
+
+
+def test_values_are_drawn_in_fp32_and_rounded():
+    full, half = Split(0, 1), Split(0, 1, torch.bfloat16)
+    full.initialize(seed=1)
+    half.initialize(seed=1)
+    assert torch.equal(full.fused.bfloat16(), half.fused)
+
+
+def test_normal_over_several_blocks_equals_its_parts():
+    """A tensor larger than one block of the generator, cut across the border of a block."""
+    init, shape = Normal(0.02), (2500, 1000)
+    whole = torch.empty(shape)
+    init(Box((0, 0), whole), "w", shape, 3)
+    part = torch.empty(700, 300)
+    init(Box((900, 650), part), "w", shape, 3)
+    assert torch.equal(part, whole[900:1600, 650:950])
+    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(whole.mean().item()) < 1e-4
+
+
+def test_param_info_travels_with_the_parameter():
+    info = ParamInfo(Constant(0.0), tp_split=True)
+    param = make_parameter((2,), torch.float32, None, info)
+    assert param_info(param) is info

@@ -1,0 +1,68 @@
+"""Boxes: a flat slice of a row-major tensor is at most 2n - 1 contiguous boxes, and they are views."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, flat_range_boxes, map_keys
+
+SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_flat_range_is_tiled_exactly_by_views(shape):
+    numel = math.prod(shape)
+    flat = torch.arange(numel)
+    for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
+        data = flat[start:stop].clone()
+        seen = torch.full(shape, -1)
+        boxes = list(flat_range_boxes(shape, start, data))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+        for offset, view in boxes:
+            assert view.is_contiguous() and view.dim() == len(shape)
+            place = tuple(slice(o, o + n) for o, n in zip(offset, view.shape, strict=True))
+            assert (seen[place] == -1).all(), "boxes overlap"
+            seen[place] = view
+        expected = torch.full((numel,), -1)
+        expected[start:stop] = data
+        assert torch.equal(seen.reshape(-1), expected)
+        data += 100  # the boxes are views of the data
+        assert all((view >= 100).all() for _, view in boxes)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, 48])
+def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
+    """ZeRO shards of every TP rank's [gate; up] together are the global tensor, each element once."""
+    tp_size, reference = 2, torch.arange(16.0 * 3).view(16, 3)
+    seen = torch.full((16, 3), -1.0)
+    for rank in range(tp_size):
+        local = torch.cat([half.chunk(tp_size)[rank] for half in reference.chunk(2)])
+        parameter = ShardedTensor.split_rows("w", local, rank, tp_size, num_blocks=2)
+        bounds = [local.numel() * i // shards for i in range(shards + 1)]
+        for start, stop in itertools.pairwise(bounds):
+            shard = parameter.flat_range("moment.w", start, local.view(-1)[start:stop])
+            assert shard.global_shape == (16, 3) and shard.key == "moment.w"
+            for box in shard.boxes:
+                place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                assert (seen[place] == -1).all()
+                seen[place] = box.tensor
+    assert torch.equal(seen, reference)
+
+
+def test_vocabulary_padding_is_in_no_box():
+    padded = torch.arange(12.0).view(6, 2)
+    last = ShardedTensor.split_rows("e", padded, rank=1, size=2, num_rows=8)
+    assert last.global_shape == (8, 2)
+    assert [box.offset for box in last.boxes] == [(6, 0)] and last.boxes[0].shape == (2, 2)
+    # A flat shard that reaches into the padding keeps only the real rows.
+    shard = last.flat_range("m", 2, torch.arange(2.0, 12.0))
+    assert [(box.offset, box.tensor.tolist()) for box in shard.boxes] == [((7, 0), [[2.0, 3.0]])]
+    assert ShardedTensor.split_rows("e", padded, rank=1, size=2, num_rows=6).boxes == ()
+
+
+def test_map_keys_renames_dict_and_entries():
+    state = {"a.x": ShardedTensor.replicated("a.x", torch.zeros(2)), "a.o": ShardedObject("a.o", 1)}
+    renamed = map_keys(state, lambda key: key.replace("a.", "b."))
+    assert list(renamed) == ["b.x", "b.o"] and [entry.key for entry in renamed.values()] == ["b.x", "b.o"]
