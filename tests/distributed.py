@@ -1,0 +1,219 @@
+"""A pool of worker processes in which tests run one function as N ranks of a gloo process group.
+
+Spawning a process and importing torch costs seconds, so one pool serves all tests of a module::
+
+    def all_reduced(rank, world_size, value):             # module level: workers import it by name
+        tensor = torch.tensor(value + rank)
+        torch.distributed.all_reduce(tensor)
+        return tensor.item()
+
+    def test_all_reduce(pool):                            # the fixture of tests/conftest.py
+        assert pool.run(all_reduced, 2, 10) == [21, 21]
+
+Every run gets a fresh default process group, destroyed afterwards, so runs share nothing but imported modules.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_TIMEOUT = 180.0  # seconds for a worker to import torch on a loaded machine
+GRACE = 5.0  # seconds the other ranks get to report once one rank has failed
+
+READY, RESULT, ERROR = "ready", "result", "error"
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that `DistributedPool.run` re-raises: where it happened, rank by rank."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    store: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    stacks: Path  # the worker dumps its Python stack here on SIGUSR1
+
+
+class DistributedPool:
+    """Persistent workers; `run` makes the first `world_size` of them the ranks of one process group."""
+
+    def __init__(self, max_workers: int = 4) -> None:
+        self.max_workers = max_workers
+        self._workers: list[_Worker] = []
+        self._directory: Path | None = None
+        self._runs = 0
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+        """Return `[function(rank, world_size, *args) for each rank]`, computed by `world_size` processes.
+
+        `function` must be importable by name (module level); arguments and results are pickled by value. The first
+        exception of any rank is raised here, caused by the remote tracebacks of all ranks that failed. A rank that
+        dies, or is still running after `timeout` seconds (also the timeout of the group's collectives), raises
+        RuntimeError or TimeoutError with the stacks of the ranks that hang; the workers are then started anew.
+        """
+        if not 1 <= world_size <= self.max_workers:
+            raise ValueError(f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}")
+        workers = self._start(world_size)
+        self._runs += 1
+        store = str(self._directory / f"store_{self._runs}")
+        tasks = [_Task(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
+        for worker, message in zip(workers, [pickle.dumps(task) for task in tasks], strict=True):
+            worker.connection.send_bytes(message)
+        return self._collect(workers, timeout)
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing; a later `run` starts new ones."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers = []
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _start(self, count: int) -> list[_Worker]:
+        """The first `count` workers, spawning those that do not exist yet (all at once: they import in parallel)."""
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.close()
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="distributed_pool_"))
+        spawned = []
+        for index in range(len(self._workers), count):
+            spawned.append(_spawn(self._directory / f"stacks_{index}"))
+            self._workers.append(spawned[-1])
+        for worker in spawned:
+            if not worker.connection.poll(START_TIMEOUT) or _receive(worker) != (READY, None):
+                self.close()
+                raise RuntimeError(f"a pool worker did not start within {START_TIMEOUT:.0f} s")
+        return self._workers[:count]
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[Any]:
+        """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to explain theirs."""
+        deadline = time.monotonic() + timeout + GRACE  # the group's own timeout goes first: it says more
+        running = {worker.connection: rank for rank, worker in enumerate(workers)}
+        results: list[Any] = [None] * len(workers)
+        failures: list[tuple[BaseException, str]] = []
+        usable = True
+        while running and (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = running.pop(connection)  # type: ignore[arg-type]
+                kind, value = _receive(workers[rank])
+                if kind == RESULT:
+                    results[rank] = value
+                else:
+                    usable = usable and kind == ERROR
+                    failures.append(value)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if running:
+            stacks = "\n".join(f"rank {rank} hangs at:\n{_stack(workers[rank])}" for rank in running.values())
+            error = TimeoutError(f"ranks {sorted(running.values())} still ran after {timeout} s")
+            failures.append((error, stacks))
+        if running or not usable:
+            self.close()
+        if failures:
+            raise failures[0][0] from RemoteTraceback("\n".join(text for _, text in failures))
+        return results
+
+
+def _spawn(stacks: Path) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_worker_main, args=(theirs, stacks), daemon=True)
+    process.start()
+    theirs.close()
+    return _Worker(process, ours, stacks)
+
+
+def _receive(worker: _Worker) -> tuple[str | None, Any]:
+    """The worker's next message; `(None, failure)` when it died instead."""
+    try:
+        return pickle.loads(worker.connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        worker.process.join()
+        message = f"a worker process died (exit code {worker.process.exitcode})"
+        return None, (RuntimeError(message), message)
+
+
+def _stack(worker: _Worker) -> str:
+    """Where a hung worker is, from its fault handler (which answers even inside a blocking collective)."""
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    return worker.stacks.read_text()
+
+
+def _worker_main(connection: Connection, stacks: Path) -> None:
+    """Serve tasks until the pool closes the connection."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # containers often cannot resolve their own host name
+    with stacks.open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file)
+        connection.send_bytes(pickle.dumps((READY, None)))
+        while True:
+            try:
+                message = connection.recv_bytes()
+            except (EOFError, ConnectionError):
+                return
+            connection.send_bytes(_answer(message))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _answer(message: bytes) -> bytes:
+    """Run one task; the process group outlives it, so that a failure is reported before the neighbours notice."""
+    rank = None
+    try:
+        task: _Task = pickle.loads(message)
+        rank = task.rank
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{task.store}",
+            rank=rank,
+            world_size=task.world_size,
+            timeout=timedelta(seconds=task.timeout),
+        )
+        result = task.function(rank, task.world_size, *task.args)
+        dist.barrier()  # nobody closes a connection that another rank still reads from
+        return pickle.dumps((RESULT, result))
+    except BaseException as error:
+        text = f"rank {rank}: {traceback.format_exc()}"
+        try:
+            return pickle.dumps((ERROR, (pickle.loads(pickle.dumps(error)), text)))
+        except Exception:
+            return pickle.dumps((ERROR, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
