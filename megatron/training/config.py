@@ -140,7 +140,7 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = flag(False)
     """An empty --load is an error even if it is the same directory as --save."""
     use_checkpoint_args: bool = flag(False)
-    """Take the shape of the model and its tokenizer from the checkpoint; what the command line says of them is overruled."""
+    """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
     ckpt_format: str = flag("torch_dist", choices=("torch_dist",))
     """Format of saved checkpoints."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist",))

@@ -61,8 +61,8 @@ def choose_device(config: DistributedConfig) -> torch.device:
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= devices and config.distributed_backend != "gloo":
         raise ValueError(
-            f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per node, "
-            "or let processes share a device with --distributed-backend gloo"
+            f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per "
+            "node, or let processes share a device with --distributed-backend gloo"
         )
     return torch.device("cuda", local_rank % devices)
 
@@ -70,7 +70,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
 def num_threads(config: DistributedConfig) -> int:
     """CPU threads of this process.
 
-    torchrun sets OMP_NUM_THREADS=1 when it is unset and cannot be told from a user who does; --num-threads decides then.
+    torchrun sets OMP_NUM_THREADS=1 when it is unset and cannot be told from a user who does; give --num-threads then.
     """
     if config.num_threads is not None:
         return config.num_threads
@@ -83,8 +83,8 @@ def num_threads(config: DistributedConfig) -> int:
 def seed_everything(seed: int, state: ParallelState, iteration: int = 0) -> None:
     """Seed Python, NumPy and PyTorch as a function of seed, place in the run and iteration.
 
-    Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations outside
-    the tensor-parallel regions and must drop the same elements. Inside, the RNG tracker takes over.
+    Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations
+    outside the tensor-parallel regions and must drop the same elements. Inside, the RNG tracker takes over.
     """
     place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp.rank])
     value = int(place.generate_state(1)[0])

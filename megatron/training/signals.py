@@ -17,8 +17,8 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send befo
 class ExitSignals:
     """Remembers the first exit signal of this process in place of dying from it; a context manager.
 
-    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) ahead of the
-    time limit.
+    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) ahead of
+    the time limit.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class ExitSignals:
 class ExitDecision:
     """Why the run should end after an iteration, the same answer on every rank.
 
-    A signal may reach one rank only and clocks differ, so the ranks agree by one small all-reduce per iteration, and only
-    when a signal handler or a time limit was asked for.
+    A signal may reach one rank only and clocks differ, so the ranks agree by one small all-reduce per iteration, and
+    only when a signal handler or a time limit was asked for.
     """
 
     def __init__(
