@@ -1,0 +1,21 @@
+"""Token files, samples cut from them, blends of them: `build_datasets(config, num_samples, eod, vocab_size)`."""
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.builder import build_datasets
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron.core.datasets.mock_dataset import MockGPTDataset
+
+__all__ = [
+    "BlendedDataset",
+    "Dataset",
+    "GPTDataset",
+    "GPTDatasetConfig",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "MockGPTDataset",
+    "Sample",
+    "build_datasets",
+    "token_dtype",
+]

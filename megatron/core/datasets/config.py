@@ -1,0 +1,162 @@
+"""The options of the data sets; every field is read by this package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.datasets.blend import SPLITS, Blend, Fractions, Split, parse_blend, parse_split
+from megatron.core.utils import flag
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@dataclass
+class GPTDatasetConfig:
+    """Where the tokens come from and how samples are cut from them. Field names are Megatron-LM's argument names."""
+
+    seq_length: int = flag(0)
+    """Number of tokens of a sample."""
+    seed: int = flag(1234)
+    """Seed of the shuffles of documents and samples (and of everything else that is random in a run)."""
+    data_path: list[str] | None = flag(None)
+    """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several, or weights and prefixes in
+    turn (30 a 70 b)."""
+    split: str | None = flag(None)
+    """Shares of train, validation and test in --data-path, such as 969,30,1 (the default)."""
+    train_data_path: list[str] | None = flag(None)
+    """Data of the training split alone, written as --data-path."""
+    valid_data_path: list[str] | None = flag(None)
+    """Data of the validation split alone, written as --data-path."""
+    test_data_path: list[str] | None = flag(None)
+    """Data of the test split alone, written as --data-path."""
+    data_args_path: str | None = flag(None)
+    """File that holds what would follow --data-path, for blends too long for a command line."""
+    per_split_data_args_path: str | None = flag(None)
+    """JSON file {"train": [...], "valid": [...], "test": [...]} of lists as they would follow --train-data-path etc."""
+    data_cache_path: str | None = flag(None)
+    """Directory of the built indices, shared by all ranks. Default: cache/GPTDataset_indices beside the data."""
+    mock_data: bool = flag(False)
+    """Train on generated sequences with a structure that a model can learn; no files are read."""
+    mmap_bin_files: bool = flag(True)
+    """Read .bin files with explicit reads instead of mapping them into memory."""
+    reset_position_ids: bool = flag(False)
+    """Let positions start at 0 again after every end-of-document token."""
+    reset_attention_mask: bool = flag(False)
+    """Keep attention within documents: batches carry an attention mask that is block-diagonal."""
+    eod_mask_loss: bool = flag(False)
+    """Give positions whose input is the end-of-document token no loss."""
+    create_attention_mask_in_dataloader: bool = flag(True)
+    """Never put an attention mask into batches. Only --reset-attention-mask makes one: the causal one is implied."""
+    mid_level_dataset_surplus: float = flag(0.005)
+    """Share of samples that members of a weighted blend are built with beyond what their weights ask for."""
+    num_dataset_builder_threads: int = flag(1)
+    """Threads that open data sets and build their indices when there are several."""
+
+    # Not flags: properties of how a sample is cut that a caller may change.
+    # A sample reads seq_length + 1 tokens, so that every position has a label; without it the last one has none.
+    add_extra_token_to_sequence: bool = True
+    # Drop the tokens at the end of the validation split that do not fill a sample, rather than padding them.
+    drop_last_partial_validation_sequence: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise ValueError(f"--seq-length must be given and positive, got {self.seq_length}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}")
+        if self.num_dataset_builder_threads < 1:
+            raise ValueError(
+                f"--num-dataset-builder-threads must be at least 1, got {self.num_dataset_builder_threads}"
+            )
+        if self.mid_level_dataset_surplus < 0:
+            raise ValueError(f"--mid-level-dataset-surplus must not be negative, got {self.mid_level_dataset_surplus}")
+        if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
+            raise ValueError(
+                "--reset-attention-mask is carried out by the mask that --no-create-attention-mask-in-dataloader "
+                "leaves out: drop one of the two"
+            )
+        self._check_sources()
+        self.sources()  # raises on malformed lists now, before any process group exists
+
+    @property
+    def extra_tokens(self) -> int:
+        return int(self.add_extra_token_to_sequence)
+
+    def _common_source(self) -> str | None:
+        return _only_one({"--data-path": self.data_path, "--data-args-path": self.data_args_path})
+
+    def _per_split_source(self) -> str | None:
+        paths = {f"--{split}-data-path": path for split, path in self._split_paths().items() if path is not None}
+        return _only_one({"/".join(paths): paths or None, "--per-split-data-args-path": self.per_split_data_args_path})
+
+    def _check_sources(self) -> None:
+        mock = "--mock-data" if self.mock_data else None
+        given = [source for source in (mock, self._common_source(), self._per_split_source()) if source is not None]
+        if not given:
+            raise ValueError(
+                "no data: give --data-path, --train-data-path (and --valid-, --test-data-path) or --mock-data"
+            )
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: each of them says where all data comes from")
+        if self.split is not None and self._per_split_source() is not None:
+            raise ValueError(
+                f"--split {self.split} divides --data-path; {given[0]} already names the data of each split"
+            )
+
+    def _split_paths(self) -> dict[Split, list[str] | None]:
+        return {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
+
+    def sources(self) -> dict[Split, tuple[Blend, Fractions]]:
+        """For each split with data: its blend and the part of each member's sequences it reads. Empty for mock data."""
+        if self.mock_data:
+            return {}
+        if self._per_split_source() is not None:
+            return {split: (blend, (0.0, 1.0)) for split, blend in self._per_split_blends().items()}
+        if self.data_args_path is not None:
+            blend = parse_blend(_read_text(self.data_args_path, "--data-args-path").split(), self.data_args_path)
+        else:
+            assert self.data_path is not None
+            blend = parse_blend(self.data_path, "--data-path")
+        intervals = parse_split(DEFAULT_SPLIT if self.split is None else self.split)
+        return {split: (blend, part) for split, part in zip(SPLITS, intervals, strict=True) if part is not None}
+
+    def _per_split_blends(self) -> dict[Split, Blend]:
+        if self.per_split_data_args_path is None:
+            paths = self._split_paths()
+            return {s: parse_blend(path, f"--{s}-data-path") for s, path in paths.items() if path is not None}
+        path = self.per_split_data_args_path
+        try:
+            lists = json.loads(_read_text(path, "--per-split-data-args-path"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--per-split-data-args-path {path}: not JSON: {error}") from None
+        if (
+            not isinstance(lists, dict)
+            or not set(lists) <= set(SPLITS)
+            or not all(map(_is_list_of_words, lists.values()))
+        ):
+            raise ValueError(
+                f'--per-split-data-args-path {path}: expected {{"train": [...], "valid": [...], "test": [...]}}'
+            )
+        return {
+            split: parse_blend([str(v) for v in lists[split]], f"{path}: {split}")
+            for split in SPLITS
+            if lists.get(split)
+        }
+
+
+def _only_one(sources: dict[str, object]) -> str | None:
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other")
+    return given[0] if given else None
+
+
+def _is_list_of_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str | int | float) for item in value)
+
+
+def _read_text(path: str, flag_name: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError(f"{flag_name} {path}: no such file")
+    return Path(path).read_text(encoding="utf-8")

@@ -1,0 +1,165 @@
+"""Samples of `seq_length` tokens cut from the concatenated documents of one split of one indexed data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron.core.datasets.blend import Split
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.gpt_index import GPTIndexPlan, build_gpt_index, plan_epochs
+from megatron.core.datasets.index_cache import digest_of, digest_of_array, load_or_build
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+Sample = dict[str, np.ndarray]
+
+PADDING = -1  # marks, before a sample is finished, positions that hold no token
+
+
+class Dataset(Protocol):
+    """What samplers and blends need: samples by number, how many, and what the order of the samples depends on."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two data sets exactly when they hold the same samples in the same order (32 hexadecimal digits)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class GPTDataset:
+    """Item i is sample `shuffle_index[i]`; all epochs that `num_samples` needs lie one after the other.
+
+    `sequences` is the half-open range of the indexed data set that belongs to the split, `num_samples` how many samples
+    are wanted at least (None: one epoch), `eod` the end-of-document token, `vocab_size` the bound of all tokens.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: tuple[int, int],
+        split: Split,
+        num_samples: int | None,
+        config: GPTDatasetConfig,
+        eod: int,
+        vocab_size: int,
+    ) -> None:
+        self.indexed = indexed
+        self.config = config
+        self.eod = eod
+        self.vocab_size = vocab_size
+        self.plan = _plan(indexed, sequences, split, num_samples, config)
+        description = {
+            "class": "GPTDataset",
+            **self.plan.describe(),
+            "sequence_lengths": digest_of_array(indexed.lengths),
+        }
+        self.fingerprint = digest_of({**description, "prefix": Path(indexed.prefix).name})
+        arrays = load_or_build(
+            cache_directory(config, indexed.prefix),
+            f"GPTDataset-{split}",
+            description,
+            lambda: build_gpt_index(self.plan, indexed.lengths),
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """tokens, labels, position_ids int64 [s], loss_mask float32 [s], and attention_mask (see `finish_sample`)."""
+        text = self._read(int(self.shuffle_index[index]))
+        highest = int(text.max())
+        if highest >= self.vocab_size:
+            raise ValueError(
+                f"{self.indexed.prefix}.bin holds token {highest}, but the tokenizer has {self.vocab_size} tokens: "
+                "the data was written with another tokenizer"
+            )
+        return finish_sample(text, self.config, self.eod)
+
+    def _read(self, sample: int) -> np.ndarray:
+        """The `seq_length + extra_tokens` tokens of a sample, int64, PADDING where the documents have ended."""
+        text = np.full(self.config.seq_length + self.config.extra_tokens, PADDING, dtype=np.int64)
+        first, start = self.sample_index[sample].tolist()
+        last, end = self.sample_index[sample + 1].tolist()
+        filled = 0
+        for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
+            count = end + self.config.extra_tokens - start if position == last else None
+            piece = self.indexed.read(sequence, start, count)
+            text[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            start = 0
+        return text
+
+
+def _plan(
+    indexed: IndexedDataset, sequences: tuple[int, int], split: Split, num_samples: int | None, config: GPTDatasetConfig
+) -> GPTIndexPlan:
+    first, last = sequences
+    tokens_per_epoch = int(indexed.lengths[first:last].sum(dtype=np.int64))
+    where = f"the {split} split of {indexed.prefix} (sequences {first} to {last} of {len(indexed)})"
+    if tokens_per_epoch == 0:
+        raise ValueError(
+            f"{where} holds no tokens, but {'one epoch' if num_samples is None else num_samples} samples are wanted: "
+            "give the split a larger share in --split or data of its own (--train-, --valid-, --test-data-path), "
+            "or do not use it (--eval-iters 0 for validation and test)"
+        )
+    num_epochs, separate = plan_epochs(tokens_per_epoch, num_samples, config.seq_length, config.extra_tokens)
+    plan = GPTIndexPlan(
+        first_sequence=first,
+        last_sequence=last,
+        tokens_per_epoch=tokens_per_epoch,
+        num_epochs=num_epochs,
+        separate_last_epoch=separate,
+        seq_length=config.seq_length,
+        extra_tokens=config.extra_tokens,
+        drop_last_partial=split != "valid" or config.drop_last_partial_validation_sequence,
+        seed=config.seed,
+    )
+    if plan.num_samples == 0:
+        raise ValueError(
+            f"{where} holds {tokens_per_epoch} tokens, less than one sample of --seq-length {config.seq_length} "
+            f"(+ {config.extra_tokens}), and is read only once: use a longer corpus, or weights in the blend"
+        )
+    return plan
+
+
+def cache_directory(config: GPTDatasetConfig, prefix: str) -> Path:
+    """Where the indices of `prefix` are kept."""
+    if config.data_cache_path is not None:
+        return Path(config.data_cache_path)
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+
+
+def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sample:
+    """Inputs, labels and masks of one row of tokens.
+
+    With --reset-attention-mask there is a boolean attention_mask [1, s, s], True where attention is forbidden; without
+    it there is none, because the causal mask is known to the model.
+    """
+    if config.add_extra_token_to_sequence:
+        tokens, labels = text[:-1].copy(), text[1:].copy()
+    else:
+        tokens, labels = text, np.append(text[1:], PADDING)
+    starts = np.zeros(len(tokens), dtype=np.bool_)  # where a document starts, other than at position 0
+    starts[1:] = tokens[:-1] == eod
+    loss_mask = (labels != PADDING).astype(np.float32)
+    if config.eod_mask_loss:
+        loss_mask[tokens == eod] = 0.0
+    position_ids = np.arange(len(tokens))
+    sample = {"loss_mask": loss_mask}
+    if config.reset_attention_mask:
+        document = np.cumsum(starts)
+        visible = (document[:, None] == document[None, :]) & (position_ids[:, None] >= position_ids[None, :])
+        sample["attention_mask"] = ~visible[None]
+    if config.reset_position_ids:
+        position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0))
+    tokens[tokens == PADDING] = 0
+    labels[labels == PADDING] = 0
+    return sample | {"tokens": tokens, "labels": labels, "position_ids": position_ids}

@@ -1,0 +1,247 @@
+"""Token sequences on disk: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence and document lies.
+
+.bin  tokens back to back, little endian
+.idx  9 bytes magic `MMIDIDX\\0\\0`, uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D = documents + 1,
+      int32[N] sequence lengths, int64[N] byte offsets of the sequences, int64[D] first sequence of each document and N
+
+The format is Megatron-LM's, byte for byte. A data set exists when its .idx exists: the builder writes it last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from megatron.core.datasets.files import sync_and_close, sync_directory, temporary_name
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(dtype).newbyteorder("<")
+    for code, dtype in {
+        1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
+    }.items()
+}  # fmt: skip
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest type that Megatron-LM uses for a vocabulary: uint16 below 65500 tokens, else int32."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32)
+
+
+class IndexedDataset:
+    """Sequence i is `lengths[i]` tokens at byte `offsets[i]` of the .bin; nothing is read before it is asked for.
+
+    With `use_mmap` the .bin is mapped (ranks of a node share the page cache), without it every read is a `pread`
+    (network file systems that map badly). Both files are checked against each other when they are opened.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, use_mmap: bool = True) -> None:
+        self.prefix = os.fspath(prefix)
+        self.use_mmap = use_mmap
+        self.dtype, self.lengths, self.offsets, self.documents = _read_index(self.prefix)
+        _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
+        self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (lives as long as the data set)
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if use_mmap else None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        return self.read(sequence)
+
+    def read(self, sequence: int, start: int = 0, count: int | None = None) -> np.ndarray:
+        """`count` tokens of a sequence from token `start` on (default: to its end), read-only, in the file's dtype."""
+        if not 0 <= sequence < len(self.lengths):
+            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self.lengths)}")
+        length = int(self.lengths[sequence])
+        count = length - start if count is None else count
+        assert min(start, count) >= 0 and start + count <= length, (sequence, start, count, length)
+        offset = int(self.offsets[sequence]) + start * self.dtype.itemsize
+        if self._map is not None:
+            return np.frombuffer(self._map, self.dtype, count, offset)
+        return np.frombuffer(self._pread(count * self.dtype.itemsize, offset), self.dtype)
+
+    def _pread(self, num_bytes: int, offset: int) -> bytes:
+        """Exactly `num_bytes`: one `pread` may return less than was asked for."""
+        data = os.pread(self._file.fileno(), num_bytes, offset)
+        while len(data) < num_bytes:
+            more = os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
+            if not more:
+                raise OSError(f"{self.prefix}.bin ended at byte {offset + len(data)} while it was read")
+            data += more
+        return data
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.prefix, self.use_mmap)  # another process opens the files itself
+
+
+def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """(dtype, lengths, offsets, documents) mapped from `<prefix>.idx`."""
+    path = f"{prefix}.idx"
+    for needed in (path, f"{prefix}.bin"):
+        if not os.path.isfile(needed):
+            raise ValueError(f"no data set at {prefix!r}: {needed} does not exist. {_prefix_hint(prefix)}")
+    size = os.path.getsize(path)
+    if size < HEADER.size:
+        raise ValueError(f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty or cut")
+    buffer = np.memmap(path, np.uint8, "r")
+    magic, version, code, num_sequences, num_documents = HEADER.unpack(buffer[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise ValueError(f"{path} starts with {magic!r}, not with {MAGIC!r}: it is not the index of a data set")
+    if version != VERSION:
+        raise ValueError(f"{path} has index version {version}; only version {VERSION} is known")
+    if code not in DTYPES:
+        raise ValueError(f"{path} has token dtype code {code}; known codes are {sorted(DTYPES)}")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size} bytes, but its header announces {num_sequences} sequences and {num_documents} document "
+            f"boundaries, which take {expected}: it is cut or damaged, write it again with tools/preprocess_data.py"
+        )
+    if num_sequences == 0:
+        raise ValueError(f"{path} holds no sequences: the data set is empty")
+
+    lengths = np.frombuffer(buffer, "<i4", num_sequences, HEADER.size)
+    offsets = np.frombuffer(buffer, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+    documents = np.frombuffer(buffer, "<i8", num_documents, HEADER.size + 12 * num_sequences)
+    if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
+        raise ValueError(f"{path}: its document boundaries do not run from 0 to {num_sequences}: it is damaged")
+    return DTYPES[code], lengths, offsets, documents
+
+
+def _check_tokens_file(prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray) -> None:
+    """The .bin ends where the last sequence ends: anything else is a cut file or the index of another one."""
+    size = os.path.getsize(f"{prefix}.bin")
+    expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
+    if size == expected:
+        return
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    message = (
+        f"{prefix}.bin has {size} bytes, but {prefix}.idx describes {num_tokens} tokens in {len(lengths)} sequences of "
+        f"{dtype.name}, which end at byte {expected}"
+    )
+    other = [known.name for known in DTYPES.values() if known.kind in "iu" and known.itemsize * num_tokens == size]
+    if size == 0:
+        raise ValueError(f"{message}: the .bin is empty, write it again with tools/preprocess_data.py")
+    if other:
+        raise ValueError(
+            f"{message}: the .bin looks like {' or '.join(other)} tokens, so the .idx is of another data set"
+        )
+    reason = "is cut" if size < expected else "does not belong to this .idx"
+    raise ValueError(f"{message}: the .bin {reason}, write both again with tools/preprocess_data.py")
+
+
+def _prefix_hint(prefix: str) -> str:
+    if prefix.endswith((".bin", ".idx")):
+        return f"A data path is the common prefix of both files: pass {prefix[:-4]!r}"
+    with contextlib.suppress(ValueError):
+        float(prefix)
+        return "It looks like a weight: every weight of a blend must be followed by a path"
+    return "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
+
+
+class IndexedDatasetBuilder:
+    """Writes `<prefix>.bin` and `<prefix>.idx`; neither name exists before `commit`: a cut run leaves no data set.
+
+    Sequence: add(...) any number of times, then commit(). As a context manager it discards its files unless committed.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, dtype: DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in DTYPE_CODES:
+            raise ValueError(
+                f"tokens cannot be stored as {self.dtype.name}; choose from {sorted(map(str, DTYPE_CODES))}"
+            )
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._temporary = {name: temporary_name(f"{self.prefix}.{name}") for name in ("bin", "idx")}
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._temporary["bin"], "wb")  # noqa: SIM115 (closed by commit or discard)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def add(
+        self,
+        tokens: np.ndarray | Sequence[int],
+        lengths: Sequence[int] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> None:
+        """Append sequences of `lengths` tokens (default: one) in documents of `documents` sequences (default: one)."""
+        stored = self._to_dtype(np.asarray(tokens))
+        lengths = [len(stored)] if lengths is None else lengths
+        documents = [len(lengths)] if documents is None else documents
+        assert sum(lengths) == len(stored) and sum(documents) == len(lengths)
+        self._file.write(stored.tobytes())
+        self.num_tokens += len(stored)
+        self._lengths.extend(lengths)
+        for count in documents:
+            self._documents.append(self._documents[-1] + count)
+
+    def _to_dtype(self, tokens: np.ndarray) -> np.ndarray:
+        assert tokens.ndim == 1, tokens.shape
+        if self.dtype.kind in "iu" and len(tokens):
+            limits = np.iinfo(self.dtype)
+            low, high = tokens.min(), tokens.max()
+            if low < limits.min or high > limits.max:
+                raise ValueError(
+                    f"token {low if low < limits.min else high} does not fit the {self.dtype.name} tokens of "
+                    f"{self.prefix}.bin ({limits.min}..{limits.max}): the tokenizer's vocab_size is too small"
+                )
+        return tokens.astype(self.dtype)
+
+    def commit(self) -> None:
+        """Both files durable, then .bin renamed, then .idx: whoever sees the .idx sees a whole data set."""
+        sync_and_close(self._file)
+        with open(self._temporary["idx"], "wb") as file:
+            lengths = np.asarray(self._lengths, dtype="<i4")
+            offsets = np.zeros(len(lengths), dtype="<i8")
+            np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+            offsets *= self.dtype.itemsize
+            file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
+            for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
+                file.write(values.tobytes())
+            sync_and_close(file)
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never stand beside the new tokens
+        for name in ("bin", "idx"):
+            os.replace(self._temporary[name], f"{self.prefix}.{name}")
+        sync_directory(Path(self.prefix).parent)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._file.close()
+        for path in self._temporary.values():
+            Path(path).unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()

@@ -1,0 +1,43 @@
+"""Package `megatron` and its one C++ extension, the dataset index builders."""
+
+import re
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension, build_ext
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
+assert VERSION is not None, "megatron/__init__.py must define __version__"
+
+setup(
+    name="megatron",
+    version=VERSION[1],
+    description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x PP x DP",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron", "megatron.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "numpy>=1.26,<3",
+        "sentencepiece>=0.2,<0.3",
+        "tensorboard>=2.16,<3",
+        "safetensors>=0.4.5,<1",
+        "transformers>=4.45,<6",
+        "xxhash>=3.4,<5",
+        "tqdm>=4.66,<5",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8", "pybind11>=2.13", "setuptools>=70"]
+    },
+    ext_modules=[
+        Pybind11Extension(
+            "megatron.core.datasets.helpers_cpp",
+            ["megatron/core/datasets/helpers.cpp"],
+            cxx_std=17,
+            # No contraction to fused multiply-add: a blend must have the same order on every processor.
+            extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
+        )
+    ],
+    cmdclass={"build_ext": build_ext},
+)

@@ -1,0 +1,166 @@
+"""The index cache: shared without waiting, whole or not there, never in the way."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, IndexedDatasetBuilder, index_cache
+from megatron.core.datasets.index_cache import load_or_build
+
+NAMES = ["document_index.npy", "index.json", "sample_index.npy", "shuffle_index.npy"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
+        for length in np.random.RandomState(0).randint(1, 80, size=200).tolist():
+            builder.add(np.arange(length))
+    return tmp_path / "corpus"
+
+
+def dataset_for(corpus, cache=None, num_samples=300):
+    config = GPTDatasetConfig(seq_length=16, data_path=[str(corpus)], data_cache_path=cache and str(cache))
+    return GPTDataset(IndexedDataset(corpus), (0, 200), "train", num_samples, config, 0, 100)
+
+
+def arrays_of(dataset):
+    return [dataset.document_index, dataset.sample_index, dataset.shuffle_index]
+
+
+def assert_equal_indices(dataset, other):
+    for array, expected in zip(arrays_of(dataset), arrays_of(other), strict=True):
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected)
+
+
+def is_mapped(array):
+    while isinstance(array, np.ndarray) and not isinstance(array, np.memmap):
+        array = array.base
+    return isinstance(array, np.memmap)
+
+
+@pytest.fixture
+def no_building(monkeypatch):
+    """From here on only the cache can give an index."""
+
+    def fail(plan, lengths):
+        raise AssertionError("built although the cache is complete")
+
+    monkeypatch.setattr("megatron.core.datasets.gpt_dataset.build_gpt_index", fail)
+
+
+def test_an_index_is_built_once(corpus, tmp_path, monkeypatch, request):
+    built = dataset_for(corpus, tmp_path / "cache")
+    assert sorted(path.name.split("-train-")[1] for path in (tmp_path / "cache").iterdir()) == NAMES
+    assert all(map(is_mapped, arrays_of(built)))
+    request.getfixturevalue("no_building")
+    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), built)
+    with pytest.raises(AssertionError, match="built although"):
+        dataset_for(corpus, tmp_path / "cache", num_samples=4000)  # more epochs: another index
+
+
+def test_default_directory_is_beside_the_data(corpus):
+    dataset_for(corpus)
+    assert len(list((corpus.parent / "cache" / "GPTDataset_indices").iterdir())) == 4
+
+
+def test_new_data_under_an_old_name_gets_a_new_index(corpus, tmp_path):
+    dataset_for(corpus, tmp_path / "cache")
+    with IndexedDatasetBuilder(corpus, np.uint16) as builder:
+        for length in np.random.RandomState(1).permutation(np.random.RandomState(0).randint(1, 80, size=200)).tolist():
+            builder.add(np.arange(length))  # the same sizes in another order
+    again = dataset_for(corpus, tmp_path / "cache")
+    assert_equal_indices(again, dataset_for(corpus, tmp_path / "fresh"))
+    assert len(list((tmp_path / "cache").iterdir())) == 8
+
+
+def replace_contents(path: Path, contents: bytes) -> None:
+    """As a reader of the damaged file finds it; processes that have mapped the old one keep it."""
+    path.with_suffix(".new").write_bytes(contents)
+    os.replace(path.with_suffix(".new"), path)
+
+
+DAMAGE = {
+    "truncated": lambda data: data[:-5],
+    "empty": lambda data: b"",
+    "flipped byte": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_built_again(corpus, tmp_path, caplog, name, damage):
+    expected = dataset_for(corpus, tmp_path / "reference")
+    dataset_for(corpus, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob(f"*{name}")
+    replace_contents(path, DAMAGE[damage](path.read_bytes()))
+    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert "is damaged" in caplog.text and "building it again" in caplog.text
+    caplog.clear()
+    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert caplog.text == ""  # repaired
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_incomplete_index_is_completed(corpus, tmp_path, caplog, name):
+    expected = dataset_for(corpus, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob(f"*{name}")
+    path.unlink()
+    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert path.exists()
+
+
+def test_without_a_writable_directory_the_index_stays_in_memory(corpus, tmp_path, caplog):
+    expected = dataset_for(corpus, tmp_path / "cache")
+    (tmp_path / "file").write_text("in the way")
+    dataset = dataset_for(corpus, tmp_path / "file" / "cache")
+    assert_equal_indices(dataset, expected)
+    assert not any(map(is_mapped, arrays_of(dataset)))
+    assert "cannot write the index cache" in caplog.text and "Not a directory" in caplog.text
+
+
+def test_a_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", no_space)
+    arrays = load_or_build(tmp_path, "x", {"a": 1}, lambda: {"array": np.arange(5)})
+    assert arrays["array"].tolist() == [0, 1, 2, 3, 4]
+    assert list(tmp_path.iterdir()) == [] and "No space left" in caplog.text
+
+
+def test_the_record_says_what_the_index_is_of(corpus, tmp_path):
+    dataset_for(corpus, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("*index.json")
+    record = json.loads(path.read_text())
+    assert record["description"]["seq_length"] == 16 and record["description"]["num_epochs"] == 1
+    assert set(record["arrays"]) == {"document_index", "sample_index", "shuffle_index"}
+
+
+def build_while_others_damage(rank, world_size, corpus, cache):
+    """Every rank opens the same index again and again, rank 0 damages and deletes files in between."""
+    logging.getLogger(index_cache.__name__).setLevel(logging.ERROR)
+    expected = dataset_for(Path(corpus), Path(cache) / f"own_{rank}")
+    shared = Path(cache) / "shared"
+    kept = []
+    for turn in range(15):
+        dist.barrier()
+        dataset = dataset_for(Path(corpus), shared)
+        assert_equal_indices(dataset, expected)
+        kept.append(dataset)
+        if rank == 0:
+            path = sorted(shared.glob("*.npy"))[turn % 3]
+            replace_contents(path, path.read_bytes()[: turn * 10]) if turn % 2 else path.unlink()
+    for dataset in kept:  # what has been mapped once stays valid
+        assert_equal_indices(dataset, expected)
+    return True
+
+
+def test_processes_share_a_directory_without_waiting(corpus, tmp_path, pool):
+    assert pool.run(build_while_others_damage, 4, str(corpus), str(tmp_path)) == [True] * 4
+    assert not list((tmp_path / "shared").glob("*.tmp*"))
