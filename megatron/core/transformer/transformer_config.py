@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +138,11 @@ class TransformerConfig:
     @property
     def params_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the projections that write to the residual stream (Radford et al. 2019)."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def tanh_gelu(self) -> bool:
