@@ -43,7 +43,7 @@ class PositionEmbedding(MegatronModule):
 
 
 class GPTEmbedding(MegatronModule):
-    """Tokens `[b, s]` to `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism: words + positions, norm, dropout."""
+    """Words + positions, norm, dropout: `[b, s]` to `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism."""
 
     def __init__(
         self,

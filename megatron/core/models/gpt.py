@@ -76,8 +76,8 @@ class GPTModel(MegatronModule):
         """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the logits.
 
         `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
-        (`[s/tp, b, h]` under sequence parallelism); `attention_mask` `[b, 1, s, s]` is True where attention is forbidden,
-        None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype.
+        (`[s/tp, b, h]` under sequence parallelism); `attention_mask` `[b, 1, s, s]` is True where attention is
+        forbidden, None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype.
         """
         hidden_states = self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
         assert hidden_states is not None, "a chunk that is not the first needs input_tensor"

@@ -28,8 +28,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Loss of every token, `[s, b]` in fp32.
 
-    `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` this rank's rows `[v/tp, h]` of the output
-    matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the softmax.
+    `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` this rank's rows `[v/tp, h]` of the
+    output matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the softmax.
     """
     return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, sequence_parallel)
 

@@ -1,7 +1,7 @@
 """Random numbers under tensor parallelism, and activation checkpointing that repeats them.
 
-Replicated regions draw from torch's default generator, which is seeded alike on all TP ranks; regions that are split over
-TP (attention, the sequence-parallel residual stream) draw from a stream of their own on each rank.
+Replicated regions draw from torch's default generator, which is seeded alike on all TP ranks; regions that are split
+over TP (attention, the sequence-parallel residual stream) draw from a stream of their own on each rank.
 """
 
 from __future__ import annotations

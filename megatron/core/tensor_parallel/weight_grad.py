@@ -1,7 +1,7 @@
 """Weight gradients, added straight into `param.main_grad` where a parameter has one.
 
-Contract with data parallelism: it may give a parameter `main_grad`, a view into its fp32 gradient buffer. The backward of
-a layer then adds into it and returns None, and autograd still runs the hooks of the parameter: no gradient tensor is
+Contract with data parallelism: it may give a parameter `main_grad`, a view into its fp32 gradient buffer. The backward
+of a layer then adds into it and returns None, and autograd still runs the hooks of the parameter: no gradient tensor is
 ever allocated. Without `main_grad` the ordinary gradient is returned.
 """
 

@@ -83,7 +83,7 @@ class TransformerConfig:
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or attention only (selective)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    """With full: checkpoint groups of --recompute-num-layers layers (uniform) or the first so many layers of each chunk (block)."""
+    """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)
     """Number of layers per group (uniform) or per chunk (block)."""
 
