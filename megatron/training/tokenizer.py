@@ -1,0 +1,206 @@
+"""Text to token ids and back: one small interface, one class per --tokenizer-type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.utils import flag, round_up
+
+
+class Tokenizer(Protocol):
+    """`tokenize` adds no special tokens: documents are separated by `eod`, appended by tools/preprocess_data.py."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+
+    @property
+    def eod(self) -> int:
+        """The end-of-document token."""
+
+    @property
+    def pad(self) -> int | None:
+        """The padding token, if there is one."""
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
+
+
+@dataclass
+class TokenizerConfig:
+    """Which tokenizer. Field names are Megatron-LM's argument names."""
+
+    tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES)
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = flag(None)
+    """SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: a directory, or a tokenizer.json."""
+    vocab_file: str | None = flag(None)
+    """GPT2BPETokenizer: the vocab.json file."""
+    merge_file: str | None = flag(None)
+    """GPT2BPETokenizer: the merges.txt file."""
+    vocab_size: int | None = flag(None)
+    """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer n means n + 1 tokens, EOD = n."""
+    make_vocab_size_divisible_by: int = flag(128)
+    """The embedding is padded to a multiple of this times the tensor-parallel size; padding never changes the loss."""
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the flags name; ValueError when a flag or a file is missing."""
+    kind = config.tokenizer_type
+    if kind == "NullTokenizer":
+        if config.vocab_size is None or config.vocab_size < 1:
+            raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {config.vocab_size}")
+        return NullTokenizer(config.vocab_size)
+    if kind == "SentencePieceTokenizer":
+        return SentencePieceTokenizer(_path(kind, "--tokenizer-model", config.tokenizer_model))
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(_path(kind, "--tokenizer-model", config.tokenizer_model))
+    if kind == "GPT2BPETokenizer":
+        vocab_file = _path(kind, "--vocab-file", config.vocab_file)
+        return GPT2BPETokenizer(vocab_file, _path(kind, "--merge-file", config.merge_file))
+    raise ValueError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
+
+
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
+    """Rows of the embedding over all TP ranks."""
+    if make_vocab_size_divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
+    return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
+
+
+def _path(kind: str, flag_name: str, value: str | None) -> Path:
+    if value is None:
+        raise ValueError(f"--tokenizer-type {kind} needs {flag_name}")
+    if not Path(value).exists():
+        raise ValueError(f"{flag_name} {value}: no such file or directory (tokenizers are not downloaded)")
+    return Path(value)
+
+
+class NullTokenizer:
+    """Text is decimal ids separated by blanks: `--vocab-size n` makes n + 1 tokens, the last of them EOD."""
+
+    pad = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(f"NullTokenizer reads decimal ids separated by blanks, not {text[:80]!r}") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise ValueError(f"id {wrong} is not in 0..{self.vocab_size - 1}: raise --vocab-size")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model as it is: no pieces are added to it, EOD is its end-of-sentence piece."""
+
+    def __init__(self, model_file: Path) -> None:
+        import sentencepiece  # here, so that runs with other tokenizers do not need it
+
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"--tokenizer-model {model_file} is not a SentencePiece model: {error}") from None
+        self.vocab_size: int = self._processor.vocab_size()
+        self.pad = None if self._processor.pad_id() < 0 else self._processor.pad_id()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise ValueError(
+                f"--tokenizer-model {model_file} has no end-of-sentence piece, which separates documents: train it "
+                "with an eos_id (SentencePiece's default)"
+            )
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._processor.decode(list(ids))
+
+
+# How published tokenizers call the token that ends a document, for tokenizer.json files that come alone.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of `transformers` from local files: a saved directory, or a tokenizer.json. EOD is its EOS token."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _load_huggingface(path)
+        self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
+        ids = self._tokenizer.get_vocab().values()
+        self.vocab_size: int = max(len(self._tokenizer), max(ids, default=-1) + 1)
+        self.pad: int | None = self._tokenizer.pad_token_id
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"--tokenizer-model {path} has no EOS token, which separates documents: set eos_token in its "
+                "tokenizer_config.json"
+            )
+        self.eod: int = self._tokenizer.eos_token_id
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+
+def _load_huggingface(path: Path) -> Any:
+    """A directory, or the directory of a tokenizer.json that has its configuration beside it, or the file alone."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes seconds to import
+
+    if path.is_file() and (path.parent / "tokenizer_config.json").is_file():
+        path = path.parent
+    try:
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # the libraries below raise bare Exception
+        raise ValueError(f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}") from error
+    known = tokenizer.get_vocab()
+    tokenizer.eos_token = next((token for token in END_TOKENS if token in known), None)
+    return tokenizer
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE (Radford et al. 2019). EOD is `<|endoftext|>`, which text itself can never produce."""
+
+    END_OF_TEXT = "<|endoftext|>"
+    pad = None
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        from tokenizers import Tokenizer as Pipeline
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
+            self._pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {error}") from None
+        self._pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._pipeline.decoder = decoders.ByteLevel()
+        if self.END_OF_TEXT not in vocab:
+            raise ValueError(f"--vocab-file {vocab_file} has no {self.END_OF_TEXT}, which separates documents")
+        self.eod: int = vocab[self.END_OF_TEXT]
+        self.vocab_size: int = max(vocab.values()) + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._pipeline.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._pipeline.decode(list(ids), skip_special_tokens=False)
