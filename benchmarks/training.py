@@ -40,7 +40,9 @@ def flops_per_step() -> float:
     return 6.0 * matrices * tokens + 6.0 * LAYERS * tokens * SEQ * HEADS * head
 
 
-def ours(dtype: str, steps: int, threads: int, processes: int = 1, micro_batch: int = BATCH, extra: tuple[str, ...] = ()) -> list[float]:
+def ours(
+    dtype: str, steps: int, threads: int, processes: int = 1, micro_batch: int = BATCH, extra: tuple[str, ...] = ()
+) -> list[float]:
     flags = f"""--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}
         --group-query-attention --num-query-groups {GROUPS} --seq-length {SEQ} --max-position-embeddings {SEQ}
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear

@@ -24,6 +24,7 @@ class TensorSpec(NamedTuple):
 class Exchange:
     """The messages of one tick, posted together on construction; `wait` completes them.
 
+    It must be kept until `wait`: gloo abandons a message whose exchange is garbage collected.
     With NCCL the first exchange builds the communicator of the whole group. Every rank gets there, because the first
     tick of a rank needs nothing from the others.
     """

@@ -85,7 +85,7 @@ def test_every_pass_once_in_the_textbook_order(pp, vpp):
         everything = [(chunk, microbatch) for chunk in range(vpp) for microbatch in range(m)]
         place = {action: i for i, action in enumerate(actions)}
         assert len(place) == len(actions) == 2 * len(everything)
-        assert all(place["forward", *work] < place["backward", *work] for work in everything)
+        assert all(place[("forward", *work)] < place[("backward", *work)] for work in everything)
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
