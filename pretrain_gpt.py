@@ -12,20 +12,27 @@ from torch import Tensor
 from megatron.core.datasets import Dataset, build_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import ParallelState
 from megatron.training.data_samplers import Batch
 from megatron.training.initialize import environment_world_size, errors_explained_once
-from megatron.training.run import Loss
+from megatron.training.run import ChunkPlace, Loss
 from megatron.training.run_config import Config, parse_args
 from megatron.training.tokenizer import Tokenizer
 from megatron.training.training import pretrain
 
 
-def model_provider(
-    config: Config, ps: ParallelState, layers: range, pre_process: bool, post_process: bool
-) -> MegatronModule:
+def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
     """One pipeline chunk of the model."""
-    return GPTModel(config.model, ps, layers, pre_process, post_process)
+    return GPTModel(
+        config.model,
+        layers=place.layers,
+        pre_process=place.pre_process,
+        post_process=place.post_process,
+        tp=place.ps.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
+        rng=place.rng,
+        device=place.device,
+    )
 
 
 def datasets_provider(

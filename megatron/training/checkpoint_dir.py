@@ -33,8 +33,8 @@ def read_tracker(root: str | Path) -> int | str | None:
         return RELEASE
     if not text.isdecimal():
         raise ValueError(
-            f"{path} should hold an iteration, but holds {text[:40]!r}: write one of {_listed(root)} into it, or choose "
-            "with --ckpt-step"
+            f"{path} should hold an iteration, but holds {text[:40]!r}; there is {_listed(root)}: choose with "
+            "--ckpt-step, or write the number into the file"
         )
     return int(text)
 

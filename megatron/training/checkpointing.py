@@ -42,15 +42,13 @@ def save_checkpoint(run: Run, root: str) -> None:
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(state)
     if not config.no_save_rng:
-        state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state())
+        state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
     with run.timers("save-checkpoint"):
         save(state, directory, common=common_state(run))
         if run.ps.rank == 0:
             write_tracker(root, run.state.iteration)
         dist.barrier()
-    print_rank_0(
-        f" > saved checkpoint of iteration {run.state.iteration} to {directory} in {time.perf_counter() - start:.2f} s"
-    )
+    print_rank_0(f" > saved iteration {run.state.iteration} to {directory} in {time.perf_counter() - start:.2f} s")
 
 
 def model_state(run: Run) -> ShardedStateDict:
@@ -159,8 +157,8 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool]:
         raise ValueError(f"--load {config.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     if config.save is None or Path(config.save).resolve() != Path(config.load).resolve():
         raise ValueError(
-            f"--load {config.load} holds no checkpoint. Training would start from random weights; if that is meant, leave "
-            "--load away, or give the same directory to --save and --load"
+            f"--load {config.load} holds no checkpoint. Training would start from random weights; if that is meant, "
+            "leave --load away, or give the same directory to --save and --load"
         )
     return None, False
 
@@ -179,11 +177,11 @@ def _take_position(run: Run, common: dict[str, Any], stored: dict[str, Any]) -> 
 def _restore_generators(run: Run, objects: dict[str, Any]) -> None:
     key = rng_key(run.ps)
     if key in objects:
-        set_rng_state(objects[key])
+        set_rng_state(objects[key], run.rng)
         return
-    seed_everything(run.config.training.seed, run.ps, run.state.iteration)
+    seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     if not run.config.checkpoint.no_load_rng:
         print_rank_0(
-            " > the checkpoint has no random number generators of this layout: they are seeded anew from --seed and the "
-            "iteration"
+            " > the checkpoint has no random number generators of this layout: they are seeded anew from --seed and "
+            "the iteration"
         )

@@ -66,8 +66,8 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
         return
     if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):
         print_rank_0(
-            f" > warning: the training data or its order is not that of the checkpoint: of the "
-            f"{run.state.consumed_train_samples} samples consumed so far, some may come again and others may be left out"
+            " > warning: the training data or its order is not that of the checkpoint: of the "
+            f"{run.state.consumed_train_samples} samples consumed so far, some may come again and others be left out"
         )
     run.train_data_fingerprint = train.fingerprint
 

@@ -55,7 +55,7 @@ class FiniteCheck:
         if not self._dynamic_loss_scale:
             norm = last.step.grad_norm.item()
             raise NotFiniteError(
-                f"iteration {last.iteration}: the gradient norm is {norm}, while the loss is finite on all ranks. {_ADVICE}"
+                f"iteration {last.iteration}: the gradient norm is {norm}, but the loss is finite on all ranks. {_ADVICE}"
             )
 
     def _place(self) -> str:
@@ -64,6 +64,6 @@ class FiniteCheck:
 
 
 _ADVICE = (
-    "The update was left out and nothing was saved since. Look at the data of that iteration, lower --lr, or go on past "
-    "such iterations with --no-check-for-nan-in-loss-and-grad"
+    "The update was left out and nothing was saved since. Look at the data of that iteration, lower --lr, or go on "
+    "past such iterations with --no-check-for-nan-in-loss-and-grad"
 )

@@ -175,12 +175,12 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[flo
 
 def log_line(interval: Interval, train_iters: int) -> str:
     """One line in the manner of Megatron-LM."""
-    last = interval.last
+    last, tflops = interval.last, interval.tflops_per_device
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {interval.tflops_per_device:.{1 if interval.tflops_per_device > 10 else 4}f}",
+        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops > 10 else 4}f}",
         f"tokens/s: {interval.tokens_per_second:.0f}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",

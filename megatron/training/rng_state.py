@@ -13,6 +13,9 @@ import numpy as np
 import torch
 
 from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+
+_TRACKER_STATE = "model-parallel-rng"
 
 
 def rng_key(ps: ParallelState) -> str:
@@ -21,7 +24,7 @@ def rng_key(ps: ParallelState) -> str:
     return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp.size}"
 
 
-def get_rng_state(tracker_states: dict[str, torch.Tensor]) -> dict[str, Any]:
+def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
     """All generators of this process, in Megatron-LM's form."""
     algorithm, keys, *rest = np.random.get_state()
     return {
@@ -29,15 +32,15 @@ def get_rng_state(tracker_states: dict[str, torch.Tensor]) -> dict[str, Any]:
         "np_rng_state": (algorithm, keys.tolist(), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "rng_tracker_states": tracker_states,
+        "rng_tracker_states": {_TRACKER_STATE: rng.get_state()},
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Restore the generators of this process; returns the states of the tensor-parallel tracker."""
+def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> None:
+    """Restore the generators of this process."""
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
     if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
         torch.cuda.set_rng_state(state["cuda_rng_state"])
-    return state["rng_tracker_states"]  # type: ignore[no-any-return]
+    rng.set_state(state["rng_tracker_states"][_TRACKER_STATE])

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.data_samplers import Batch
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.run_config import Config
@@ -37,12 +38,22 @@ The micro batch is empty on chunks that need no data.
 """
 
 
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a pipeline chunk stands."""
+
+    layers: range  # global layer numbers
+    pre_process: bool  # holds the embedding
+    post_process: bool  # holds the output layer
+    ps: ParallelState
+    rng: TensorParallelRng
+    device: torch.device
+
+
 class ModelProvider(Protocol):
     """Builds one pipeline chunk, not yet initialised."""
 
-    def __call__(
-        self, config: Config, ps: ParallelState, layers: range, pre_process: bool, post_process: bool
-    ) -> MegatronModule: ...
+    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
 
 
 class DatasetsProvider(Protocol):
@@ -76,6 +87,7 @@ class Run:
     batches: BatchSchedule
     forward_step: ForwardStep
     timers: Timers
+    rng: TensorParallelRng
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded

@@ -215,9 +215,10 @@ def _check_batches(config: Config, dp_size: int) -> None:
         raise ValueError("--rampup-batch-size needs --train-samples: iterations grow with it")
     if config.parallel.vpp_size > 1 and batches.num_microbatches_at(0) % config.parallel.pp_size:
         raise ValueError(
-            f"the interleaved schedule runs micro batches in groups of {config.parallel.pp_size}, the number of pipeline "
-            f"stages, but a global batch of {batches.global_batch_size_at(0)} / ({config.training.micro_batch_size} per "
-            f"micro batch x {dp_size} replicas) has {batches.num_microbatches_at(0)}"
+            f"the interleaved schedule runs micro batches in groups of {config.parallel.pp_size}, the number of "
+            f"pipeline stages, but a global batch of {batches.global_batch_size_at(0)} / "
+            f"({config.training.micro_batch_size} per micro batch x {dp_size} replicas) has "
+            f"{batches.num_microbatches_at(0)}"
         )
     config.schedule()
 

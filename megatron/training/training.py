@@ -6,11 +6,11 @@ import gc
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult, make_schedule
+from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.data_samplers import Batch
 from megatron.training.dataloaders import Data, Split, build_data
@@ -20,7 +20,7 @@ from megatron.training.flops import model_flops_per_token
 from megatron.training.forward_backward import forward_backward
 from megatron.training.initialize import initialize, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
-from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
@@ -69,8 +69,9 @@ def build_run(
 ) -> Run:
     """Model, optimizer and schedules, initialised from the seed; no data, no checkpoint."""
     vocab_size = config.set_vocab_size(tokenizer.vocab_size)
-    seed_everything(config.training.seed, ps)
-    chunks = build_chunks(config, ps, device, model_provider)
+    rng = TensorParallelRng(0, ps.tp.rank, device)
+    seed_everything(config.training.seed, ps, rng)
+    chunks = build_chunks(config, ps, rng, model_provider)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     return Run(
         config=config,
@@ -86,6 +87,7 @@ def build_run(
         ),
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
+        rng=rng,
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,
         flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
@@ -93,16 +95,14 @@ def build_run(
 
 
 def build_chunks(
-    config: Config, ps: ParallelState, device: torch.device, model_provider: ModelProvider
+    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
 ) -> list[DistributedDataParallel]:
     """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
     stages = config.layer_ranges()
     chunks = []
     for index, layers in enumerate(stages[ps.pp.rank]):
-        pre_process = ps.pp.is_first and index == 0
-        post_process = ps.pp.is_last and index == ps.vpp_size - 1
-        with device:
-            chunk = model_provider(config, ps, layers, pre_process, post_process)
+        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
+        chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
         chunk.initialize(config.training.seed)
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
     return chunks
