@@ -33,7 +33,7 @@ class Norm(MegatronModule):
 class _RMSNorm(torch.autograd.Function):
     """y = x / rms(x) * w (Zhang and Sennrich 2019), in fp32 inside.
 
-    The forward kernel of torch is fused but its CPU backward is composed of a dozen passes; this one takes half of them.
+    The forward kernel of torch is fused but its CPU backward is composed of a dozen passes; this takes half of them.
     """
 
     @staticmethod
