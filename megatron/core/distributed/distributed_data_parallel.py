@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.config import DistributedDataParallelConfig
@@ -31,9 +31,8 @@ class DistributedDataParallel(MegatronModule):
         optimizer.step()                        # ends in start_param_sync
         (or zero_grad_buffer, run_schedule with before_last_backward setting `require_sync`, finalize_model_grads, step)
 
-    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A kernel that adds a
-    parameter's gradient into `main_grad` itself returns None for it, or returns a tensor to be dropped after setting
-    `param.grad_added_to_main_grad` (which a parameter with a second use, as a tied embedding, must not do).
+    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A backward pass that
+    adds a parameter's gradient into `main_grad` itself returns None for it.
     """
 
     def __init__(self, module: MegatronModule, config: DistributedDataParallelConfig, dp: Axis) -> None:
@@ -104,12 +103,12 @@ class DistributedDataParallel(MegatronModule):
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
-    def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[object]:
+    def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
         """Call `_accumulate_grad` after autograd has handled each parameter's gradient, be it None.
 
         The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
         """
-        nodes = []
+        nodes: list[Node] = []
         for param, bucket in bucket_of.items():
             nodes.append(get_gradient_edge(param).node)
             nodes[-1].register_hook(partial(self._accumulate_grad, param, bucket))
@@ -118,10 +117,8 @@ class DistributedDataParallel(MegatronModule):
     def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
         """Runs after each backward pass through `param`."""
         if param.grad is not None:
-            if not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         if self.require_sync and self.config.overlap_grad_reduce:
             assert param in bucket.missing, "a parameter got a second gradient after it was counted as complete"
             bucket.missing.remove(param)

@@ -124,5 +124,4 @@ class ParamAndGradBuffer:
                 view.copy_(param.detach())
                 param.data = view
                 param.main_grad = grad_data[span.start : span.stop].view(span.spec.shape)  # type: ignore[attr-defined]
-                param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             self.buckets.append(Bucket(plan, params, param_data, grad_data, dp, shard))

@@ -58,19 +58,16 @@ class FusedLinear(torch.autograd.Function):
     """Adds the weight's gradient into main_grad itself, as a fused kernel would."""
 
     @staticmethod
-    def forward(ctx, x, weight, dummy):
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.dummy = weight, dummy
+        ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         ctx.weight.main_grad.addmm_(grad.t(), x)
-        if not ctx.dummy:
-            return grad @ ctx.weight, None, None
-        ctx.weight.grad_added_to_main_grad = True
-        return grad @ ctx.weight, torch.full_like(ctx.weight, float("nan")), None
+        return grad @ ctx.weight, None
 
 
 class OneMatrix(MegatronModule):
@@ -80,16 +77,15 @@ class OneMatrix(MegatronModule):
         self.initialize(0)
 
 
-@pytest.mark.parametrize("dummy", [False, True])
-def test_a_kernel_may_add_into_main_grad_itself(dummy):
+def test_a_kernel_may_add_into_main_grad_itself():
     config = DistributedDataParallelConfig(overlap_grad_reduce=True)
     chunk = DistributedDataParallel(OneMatrix(), config, Axis())
     weight = chunk.module.weight
     x = torch.randn(5, 4)
     chunk.zero_grad_buffer()
-    FusedLinear.apply(x.clone().requires_grad_(), weight, dummy).sum().backward()
+    FusedLinear.apply(x.clone().requires_grad_(), weight).sum().backward()
     torch.testing.assert_close(weight.main_grad, x.sum(0).expand(3, 4))
-    assert weight.grad is None and weight.grad_added_to_main_grad is False
+    assert weight.grad is None
     assert not chunk.buckets[0].missing, "it counts as ready all the same"
 
 
@@ -99,7 +95,7 @@ def test_fused_and_plain_use_of_one_weight_add_up():
     weight = chunk.module.weight
     x, y = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4)
     chunk.zero_grad_buffer()
-    (FusedLinear.apply(x, weight, False).sum() + (y @ weight.t()).sum()).backward()
+    (FusedLinear.apply(x, weight).sum() + (y @ weight.t()).sum()).backward()
     torch.testing.assert_close(weight.main_grad, (x.sum(0) + y.sum(0)).detach().expand(3, 4))
 
 
