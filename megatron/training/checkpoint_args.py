@@ -75,7 +75,7 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
 def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a checkpoint under our names."""
     known = dict(args)
-    if not known.get("group_query_attention", True):
+    if not known.get("group_query_attention", True) and "num_attention_heads" in known:
         known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
     for name, megatron_name in MEGATRON_NAMES.items():
         if name not in known and megatron_name in known:
@@ -87,7 +87,7 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
     """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args."""
     if root is None:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
-    found = find_checkpoint(root, step)
+    found, _ = find_checkpoint(root, step)
     if found is None:
         raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
     return stored_args(vars(load_common(found)["args"]))

@@ -1,15 +1,15 @@
 """The directory of a run's checkpoints: `latest_checkpointed_iteration.txt` and `iter_0000010/`.
 
-The tracker names the newest checkpoint and moves last, so what it names is complete unless the disk was damaged.
+The tracker names the checkpoint to load. It moves last, so what it names is complete unless something was lost since.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"  # in a tracker: weights that belong to no iteration
+from megatron.core.dist_checkpointing import is_complete, read_tracker
+
+RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
@@ -22,68 +22,40 @@ def saved_iterations(root: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def read_tracker(root: str | Path) -> int | str | None:
-    """The newest iteration, "release", or None without a tracker; ValueError if it is neither."""
-    path = Path(root) / TRACKER
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    if text == RELEASE:
-        return RELEASE
-    if not text.isdecimal():
-        raise ValueError(
-            f"{path} should hold an iteration, but holds {text[:40]!r}; there is {_listed(root)}: choose with "
-            "--ckpt-step, or write the number into the file"
-        )
-    return int(text)
+def complete_iterations(root: str | Path) -> list[int]:
+    """Those of `saved_iterations` that can be loaded."""
+    return [iteration for iteration in saved_iterations(root) if is_complete(iteration_directory(root, iteration))]
 
 
-def write_tracker(root: str | Path, iteration: int) -> None:
-    """Make `iteration` the newest checkpoint: durable before it is visible, never half written."""
-    path = Path(root) / TRACKER
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def find_checkpoint(root: str | Path, step: int | None) -> tuple[Path | None, str | None]:
+    """The directory to load and a note if it is not the one that the tracker names; (None, None) if there is none.
 
-
-def find_checkpoint(root: str | Path, step: int | None) -> Path | None:
-    """The directory of the checkpoint to load: that of iteration `step`, or the newest; None if there is none at all.
-
-    ValueError when a checkpoint is named that is not there.
+    Iteration `step` if given, else what the tracker names, else (the tracker or that checkpoint is gone or incomplete)
+    the newest complete one. ValueError when what is asked for is not there.
     """
     if step is not None:
         found = iteration_directory(root, step)
-        if not found.is_dir():
-            raise ValueError(f"--ckpt-step {step}: {found} does not exist; there is {_listed(root)}")
-        return found
+        if not is_complete(found):
+            raise ValueError(f"--ckpt-step {step}: {found} is not a complete checkpoint; {_listed(root)}")
+        return found, None
     newest = read_tracker(root)
-    if newest is None:
-        if saved_iterations(root):
-            raise ValueError(
-                f"{Path(root) / TRACKER} is missing, but there is {_listed(root)}: choose with --ckpt-step"
-            )
-        return None
-    found = Path(root) / RELEASE if newest == RELEASE else iteration_directory(root, int(newest))
-    if not found.is_dir():
-        raise ValueError(
-            f"{Path(root) / TRACKER} names {newest}, but {found} does not exist; there is {_listed(root)}: choose with "
-            "--ckpt-step"
-        )
-    return found
+    if newest is not None:
+        named = Path(root) / RELEASE if newest == RELEASE else iteration_directory(root, int(newest))
+        if is_complete(named):
+            return named, None
+    complete = complete_iterations(root)
+    if complete:
+        found = iteration_directory(root, complete[-1])
+        reason = "there is no tracker file" if newest is None else f"the tracker names {newest}, which is not complete"
+        return found, f"warning: {reason}: taking {found}, the newest complete checkpoint"
+    if newest is not None:
+        raise ValueError(f"the tracker in {root} names {newest}, but that is not a complete checkpoint; {_listed(root)}")
+    return None, None
 
 
 def _listed(root: str | Path) -> str:
     """What is there, for messages."""
     if not Path(root).is_dir():
-        return f"no directory {root}"
-    iterations = saved_iterations(root)
-    return f"iteration {', '.join(map(str, iterations))}" if iterations else "no checkpoint"
+        return f"{root} is no directory"
+    iterations = complete_iterations(root)
+    return f"complete are: {', '.join(map(str, iterations))}" if iterations else f"{root} holds no complete checkpoint"

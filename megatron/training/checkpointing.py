@@ -43,12 +43,9 @@ def save_checkpoint(run: Run, root: str) -> None:
         state |= run.optimizer.sharded_state_dict(state)
     if not config.no_save_rng:
         state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
-    with run.timers("save-checkpoint"):
-        save(state, directory, common=common_state(run))
-        if run.ps.rank == 0:
-            write_tracker(root, run.state.iteration)
-        dist.barrier()
-    print_rank_0(f" > saved iteration {run.state.iteration} to {directory} in {time.perf_counter() - start:.2f} s")
+    iteration = run.state.iteration
+    save(state, directory, common=common_state(run), on_commit=lambda: write_tracker(root, iteration))
+    print_rank_0(f" > saved iteration {iteration} to {directory} in {time.perf_counter() - start:.2f} s")
 
 
 def model_state(run: Run) -> ShardedStateDict:
@@ -94,32 +91,46 @@ def load_checkpoint(run: Run) -> None:
     Whatever layout wrote it: every rank reads the boxes it holds.
     """
     found, weights_only = find(run)
-    if found is None:
-        print_rank_0(f" > no checkpoint in {run.config.checkpoint.load}: starting from scratch")
-        return
     config, start = run.config.checkpoint, time.perf_counter()
+    if found is None:
+        if config.load is not None:
+            print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
+        return
     common = load_common(found)
     stored = stored_args(vars(common["args"]))
     for note in check_same_model(run.config.flags(), stored, str(found)):
         print_rank_0(f" > {note}")
+    model = model_state(run)
+    wanted = dict(model)
     with_optimizer = not (weights_only or config.no_load_optim)
-    state = model_state(run)
-    wanted = dict(state)
     if with_optimizer:
-        wanted |= run.optimizer.sharded_state_dict(state)
-    has_rng = rng_key(run.ps) in read_metadata(found).objects
-    if has_rng and not (weights_only or config.no_load_rng):
+        wanted |= _optimizer_state(run, model, common, found)
+    if not (weights_only or config.no_load_rng) and rng_key(run.ps) in read_metadata(found).objects:
         wanted[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), None)
-    objects = load(wanted, found)
+    objects = load(wanted, found, skip=lambda key: _left_out(key, with_optimizer)).objects
     if with_optimizer:
-        run.optimizer.load_state_dict(common["optimizer"], state)
+        run.optimizer.load_state_dict(common["optimizer"], model)
         run.scheduler.load_state_dict(common["opt_param_scheduler"])
     else:
-        run.optimizer.reload_model_params(state)
+        run.optimizer.reload_model_params(model)
     if not weights_only:
         _take_position(run, common, stored)
         _restore_generators(run, objects)
     print_rank_0(f" > loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
+
+
+def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
+    if "optimizer" not in common:
+        raise ValueError(
+            f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its weights "
+            "(--finetune)"
+        )
+    return run.optimizer.sharded_state_dict(model)
+
+
+def _left_out(key: str, with_optimizer: bool) -> bool:
+    """Keys of a checkpoint that a load passes over on purpose: generators of other places, an optimizer not wanted."""
+    return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
 
 
 def find(run: Run) -> tuple[Path | None, bool]:
@@ -143,11 +154,13 @@ def find(run: Run) -> tuple[Path | None, bool]:
 
 def _find(config: CheckpointConfig) -> tuple[Path | None, bool]:
     if config.load is not None:
-        found = find_checkpoint(config.load, config.ckpt_step)
+        found, note = find_checkpoint(config.load, config.ckpt_step)
+        if note is not None:
+            print_rank_0(f" > {note}")
         if found is not None:
             return found, config.finetune
     if config.pretrained_checkpoint is not None:
-        found = find_checkpoint(config.pretrained_checkpoint, None)
+        found, _ = find_checkpoint(config.pretrained_checkpoint, None)
         if found is None:
             raise ValueError(f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint")
         return found, True

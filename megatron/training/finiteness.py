@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
+from megatron.training.logging import Interval
 
 
 class NotFiniteError(ValueError):
@@ -55,8 +57,14 @@ class FiniteCheck:
         if not self._dynamic_loss_scale:
             norm = last.step.grad_norm.item()
             raise NotFiniteError(
-                f"iteration {last.iteration}: the gradient norm is {norm}, but the loss is finite on all ranks. {_ADVICE}"
+                f"iteration {last.iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
             )
+
+    def look_at(self, interval: Interval) -> None:
+        """Check the losses of a closed interval: one may be NaN while its gradient is finite."""
+        for iteration in interval.iterations:
+            if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):
+                raise NotFiniteError(f"iteration {iteration.iteration}: the loss is {iteration.lm_loss}. {_ADVICE}")
 
     def _place(self) -> str:
         ps = self._ps
@@ -64,6 +72,6 @@ class FiniteCheck:
 
 
 _ADVICE = (
-    "The update was left out and nothing was saved since. Look at the data of that iteration, lower --lr, or go on "
+    "Nothing was saved since. Look at the data of that iteration, lower --lr, or go on "
     "past such iterations with --no-check-for-nan-in-loss-and-grad"
 )

@@ -125,7 +125,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             iterate(run, data.train.batches, log, check)
             iteration = run.state.iteration
             if iteration == 1 or iteration % run.config.logging.log_interval == 0:
-                _report_interval(run, log, writers)
+                _report_interval(run, log, check, writers)
             with log.paused():
                 if training.eval_interval is not None and iteration % training.eval_interval == 0:
                     _evaluate(run, data.valid, "validation", writers)
@@ -137,7 +137,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             reason = decision.after(iteration)
     check.finish()
     if not log.is_empty:
-        _report_interval(run, log, writers)
+        _report_interval(run, log, check, writers)
     if checkpoint.save and saved_at != run.state.iteration:
         save_checkpoint(run, checkpoint.save)
     if reason is not None:
@@ -148,7 +148,7 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
     """One optimizer step, and everything that counts it."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
-    learning_rate, loss_scale = run.learning_rate, run.optimizer.loss_scale
+    loss_scale = run.optimizer.loss_scale
     loss, step = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
     state.iteration += 1
     state.consumed_train_samples += batch_size
@@ -159,7 +159,7 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
             iteration=state.iteration,
             consumed_train_samples=state.consumed_train_samples,
             batch_size=batch_size,
-            learning_rate=learning_rate,
+            learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
             loss_scale=loss_scale,
             loss=loss,
             step=step,
@@ -186,7 +186,7 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
     return loss, step
 
 
-def _report_interval(run: Run, log: TrainingLog, writers: Sequence[Writer]) -> None:
+def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
     print_rank_0(log_line(interval, run.train_iters))
     times = run.timers.take()
@@ -197,6 +197,7 @@ def _report_interval(run: Run, log: TrainingLog, writers: Sequence[Writer]) -> N
         if run.config.logging.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)
+    check.look_at(interval)
 
 
 def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> None:
@@ -207,8 +208,10 @@ def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> N
 
 def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     """When the run is complete: the validation loss of the last iteration, and the test loss."""
-    if run.state.iteration >= run.train_iters:
-        _evaluate(run, data.valid, "validation", writers)
+    training, iteration = run.config.training, run.state.iteration
+    if iteration >= run.train_iters:
+        if training.skip_train or training.eval_interval is None or iteration % training.eval_interval:
+            _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)
 
 
