@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 180.0  # seconds for a worker to import torch on a loaded machine
-GRACE = 5.0  # seconds the other ranks get to report once one rank has failed
+GRACE = 3.0  # seconds the other ranks get to report once one rank has failed
 
 READY, RESULT, ERROR = "ready", "result", "error"
 
@@ -85,9 +85,9 @@ class DistributedPool:
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}")
-        workers = self._start(world_size)
+        workers, directory = self._start(world_size)
         self._runs += 1
-        store = str(self._directory / f"store_{self._runs}")
+        store = str(directory / f"store_{self._runs}")
         tasks = [_Task(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
         for worker, message in zip(workers, [pickle.dumps(task) for task in tasks], strict=True):
             worker.connection.send_bytes(message)
@@ -105,8 +105,8 @@ class DistributedPool:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _start(self, count: int) -> list[_Worker]:
-        """The first `count` workers, spawning those that do not exist yet (all at once: they import in parallel)."""
+    def _start(self, count: int) -> tuple[list[_Worker], Path]:
+        """The first `count` workers and their directory; new ones are spawned together, to import in parallel."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
         if self._directory is None:
@@ -119,18 +119,18 @@ class DistributedPool:
             if not worker.connection.poll(START_TIMEOUT) or _receive(worker) != (READY, None):
                 self.close()
                 raise RuntimeError(f"a pool worker did not start within {START_TIMEOUT:.0f} s")
-        return self._workers[:count]
+        return self._workers[:count], self._directory
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Any]:
         """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to explain theirs."""
         deadline = time.monotonic() + timeout + GRACE  # the group's own timeout goes first: it says more
-        running = {worker.connection: rank for rank, worker in enumerate(workers)}
+        running: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
         results: list[Any] = [None] * len(workers)
         failures: list[tuple[BaseException, str]] = []
         usable = True
         while running and (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
-                rank = running.pop(connection)  # type: ignore[arg-type]
+                rank = running.pop(connection)
                 kind, value = _receive(workers[rank])
                 if kind == RESULT:
                     results[rank] = value

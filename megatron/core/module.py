@@ -86,7 +86,7 @@ def set_param_info(param: nn.Parameter, info: ParamInfo) -> None:
 
 
 class MegatronModule(nn.Module):
-    """Recursive `sharded_state_dict`: whoever creates a parameter that is split over TP overrides it in the same class."""
+    """Recursive `sharded_state_dict`: who creates a parameter that is split over TP overrides it in the same class."""
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Own parameters are replicated over TP; children say their own."""

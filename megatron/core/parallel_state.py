@@ -12,18 +12,20 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.core.utils import flag
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Sizes of the parallel axes; data parallelism takes what remains of the world."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = flag(1)
     """Number of ranks over which every layer's matrices are split."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = flag(1)
     """Number of pipeline stages."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = flag(None)
     """Number of model chunks per pipeline stage (interleaved schedule)."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
 
     @property

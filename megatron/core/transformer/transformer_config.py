@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,7 @@ class TransformerConfig:
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or attention only (selective)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    """With full: checkpoint groups of --recompute-num-layers layers (uniform) or the first so many layers of each chunk (block)."""
+    """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)
     """Number of layers per group (uniform) or per chunk (block)."""
 
@@ -137,6 +138,11 @@ class TransformerConfig:
     @property
     def params_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the projections that write to the residual stream (Radford et al. 2019)."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def tanh_gelu(self) -> bool:

@@ -1,0 +1,124 @@
+"""Training speed, side by side with peers in one run.
+
+Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging) against a plain loop of
+transformers (SDPA, fused AdamW), on the same model, taking turns so that a noisy machine disturbs all alike. Reported
+are medians, GFLOP/s by one formula for all, the ratio, and the machine's own GEMM ceiling.
+
+    python benchmarks/training.py                    # fp32 and bf16 against transformers
+    python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
+SKIP = 2  # first steps of every run: allocation and warm-up
+
+LAYOUTS = {
+    "TP2": ["--tensor-model-parallel-size", "2"],
+    "TP2+SP": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    "PP2": ["--pipeline-model-parallel-size", "2"],
+    "DP2": ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+}
+
+
+def flops_per_step() -> float:
+    """Model FLOPs of one step: 6 per matrix parameter and token, and causal attention counted in half."""
+    head = HIDDEN // HEADS
+    attention = HIDDEN * head * (HEADS + 2 * GROUPS) + HEADS * head * HIDDEN
+    matrices = LAYERS * (attention + 3 * HIDDEN * FFN) + HIDDEN * VOCAB
+    tokens = SEQ * BATCH
+    return 6.0 * matrices * tokens + 6.0 * LAYERS * tokens * SEQ * HEADS * head
+
+
+def ours(
+    dtype: str, steps: int, threads: int, processes: int = 1, micro_batch: int = BATCH, extra: tuple[str, ...] = ()
+) -> list[float]:
+    flags = f"""--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}
+        --group-query-attention --num-query-groups {GROUPS} --seq-length {SEQ} --max-position-embeddings {SEQ}
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+        --micro-batch-size {micro_batch} --global-batch-size {BATCH} --train-iters {steps} --lr 1e-4 --weight-decay 0.1
+        --adam-beta2 0.95 --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1}
+        --log-interval 1 --eval-iters 0 --eval-interval 1000000""".split()
+    if dtype == "bf16":
+        flags.append("--bf16")
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    output = run([*launcher, "pretrain_gpt.py", *flags, *extra], threads)
+    return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)]
+
+
+def transformers(dtype: str, steps: int, threads: int) -> list[float]:
+    script = str(ROOT / "benchmarks/peers/transformers_training.py")
+    output = run([sys.executable, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads)], threads)
+    return [float(line) for line in output.split()]
+
+
+def run(command: list[str], threads: int) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+    return result.stdout
+
+
+def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
+    """Best GFLOP/s of the GEMM shapes of this model's MLP, over several tries."""
+    torch.set_num_threads(threads)
+    a, b = torch.randn(SEQ * BATCH, HIDDEN).to(dtype), torch.randn(2 * FFN, HIDDEN).to(dtype)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * SEQ * BATCH * HIDDEN * 2 * FFN / best / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--steps", type=int, default=8, help=f"steps of every run; the first {SKIP} are not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
+    args = parser.parse_args()
+
+    work = flops_per_step()
+    print(f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}")
+    for dtype in args.dtypes:
+        ceiling = gemm_ceiling(torch.float32 if dtype == "fp32" else torch.bfloat16, args.threads)
+        programs = {
+            "transformers": lambda dtype=dtype: transformers(dtype, args.steps, args.threads),
+            "ours": lambda dtype=dtype: ours(dtype, args.steps, args.threads),
+        }
+        if args.layouts:
+            for name, extra in LAYOUTS.items():
+                micro = BATCH // 2 if name in ("DP2", "PP2") else BATCH
+                programs[f"ours {name}"] = lambda extra=extra, micro=micro, dtype=dtype: ours(
+                    dtype, args.steps, args.threads // 2, 2, micro, tuple(extra)
+                )
+        times: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(args.rounds):
+            for name, program in programs.items():
+                times[name] += program()[SKIP:]
+        reference = statistics.median(times["transformers"])
+        print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s")
+        for name, values in times.items():
+            median = statistics.median(values)
+            speed = work / median / 1e6
+            print(f"  {name:14s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {reference / median:5.2f}x transformers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""GPT: the part of a decoder-only language model that stands on one pipeline chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.models.embedding import GPTEmbedding, OutputLayer
+from megatron.core.module import MegatronModule
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(MegatronModule):
+    """Layers `layers` of the model, with the embedding (`pre_process`) and the output layer (`post_process`).
+
+    The whole model by default. Parameters are uninitialised until `initialize(seed)` or a load.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layers: range | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        tp: Axis | None = None,
+        sequence_parallel: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        rng: TensorParallelRng | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if config.vocab_size is None or config.vocab_size < 1:
+            raise ValueError(f"a model needs a vocabulary: vocab_size is {config.vocab_size}")
+        self.config = config
+        tp = tp if tp is not None else Axis()
+        rng = rng if rng is not None else TensorParallelRng(0, tp.rank, device)
+        layers = layers if layers is not None else range(config.num_layers)
+        tied = not config.untie_embeddings_and_output_weights
+        two_copies = tied and not (pre_process and post_process)
+        vocabulary = {
+            "vocab_size": config.vocab_size,
+            "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
+            "tp": tp,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+        }
+        self.embedding = GPTEmbedding(config, shared=two_copies, rng=rng, **vocabulary) if pre_process else None
+        self.decoder = TransformerBlock(
+            config,
+            layers=layers,
+            post_process=post_process,
+            tp=tp,
+            rng=rng,
+            sequence_parallel=sequence_parallel,
+            device=device,
+        )
+        self.output_layer = (
+            OutputLayer(config, own_weight=two_copies or not tied, tied_copy=two_copies, **vocabulary)
+            if post_process
+            else None
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        *,
+        input_tensor: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the logits.
+
+        `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
+        (`[s/tp, b, h]` under sequence parallelism); `attention_mask` `[b, 1, s, s]` is True where attention is
+        forbidden, None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype.
+        """
+        hidden_states = self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
+        assert hidden_states is not None, "a chunk that is not the first needs input_tensor"
+        hidden_states = self.decoder(hidden_states, attention_mask)
+        if self.output_layer is None:
+            return hidden_states
+        weight = self.output_layer.weight
+        if weight is None:
+            assert self.embedding is not None
+            weight = self.embedding.word_embeddings.weight
+        if labels is None:
+            return self.output_layer.logits(hidden_states, weight)
+        return self.output_layer.loss(hidden_states, labels, weight)

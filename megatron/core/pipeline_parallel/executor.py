@@ -1,0 +1,126 @@
+"""Runs a pipeline schedule: computes each tick's pass, and exchanges messages with the neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+from megatron.core.pipeline_parallel.p2p_communication import Exchange, TensorSpec
+from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
+
+ForwardStep = Callable[[int, int, Tensor | None], Tensor]
+
+
+def run_schedule(
+    forward_step: ForwardStep,
+    num_chunks: int,
+    num_microbatches: int,
+    *,
+    pp: Axis,
+    tensor_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    forward_only: bool = False,
+    before_last_backward: Callable[[int], None] | None = None,
+) -> None:
+    """Forward and backward of all microbatches through this rank's model chunks; gradients accumulate in `.grad`.
+
+    `forward_step(chunk, microbatch, input)` computes one forward pass. `input` is None on the first virtual stage, the
+    activation of the previous one elsewhere. It returns the activation, of `tensor_shape` ([s, b, h], or [s/tp, b, h]
+    under sequence parallelism) and `dtype`; on the last virtual stage the scalar loss as it shall be differentiated:
+    divided by the number of microbatches, multiplied by the loss scale (with `forward_only` anything; it is not used).
+    `before_last_backward(chunk)` is called before the last backward pass of each chunk, whose gradients are the final
+    ones: the time to let their reduction overlap with it.
+
+    All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not fit, and RuntimeError
+    naming the neighbour when one does not answer within the timeout of the process group.
+    """
+    spec = TensorSpec(tuple(tensor_shape), dtype, device)
+    stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
+    inputs: dict[Action, Exchange] = {}
+    previous: Exchange | None = None
+    for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only):
+        result = None
+        if tick.action is not None:
+            source = inputs.pop(tick.action, None)
+            received = None if source is None else source.wait()
+            if tick.action.kind == "forward":
+                result = stage.forward(tick.action, received)
+            else:
+                if before_last_backward is not None and tick.action.microbatch == num_microbatches - 1:
+                    before_last_backward(tick.action.chunk)
+                result = stage.backward(tick.action, received)
+        if previous is not None:
+            previous.wait()  # no more than two exchanges hold memory; this one overlapped with the pass above
+        previous = Exchange(tick, result, pp, spec)
+        if tick.receive is not None:
+            inputs[tick.receive.input_of] = previous
+    if previous is not None:
+        previous.wait()
+    assert not inputs and not stage.in_flight
+
+
+class _Stage:
+    """The passes of one rank's model chunks; keeps what a backward pass needs of its forward pass."""
+
+    def __init__(
+        self, forward_step: ForwardStep, num_chunks: int, pp: Axis, spec: TensorSpec, forward_only: bool
+    ) -> None:
+        self.forward_step = forward_step
+        self.num_chunks = num_chunks
+        self.pp = pp
+        self.spec = spec
+        self.forward_only = forward_only
+        self.in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (input, root of the graph)
+
+    def forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
+        """The activation for the next virtual stage; None on the last one."""
+        if activation is not None and not self.forward_only:
+            activation.requires_grad_()
+        with torch.set_grad_enabled(not self.forward_only):
+            output = self.forward_step(action.chunk, action.microbatch, activation)
+        is_loss = consumer(self.pp.rank, action, self.pp.size, self.num_chunks) is None
+        self._check_output(action, output, is_loss)
+        if not self.forward_only:
+            root = output if is_loss else _StandIn.apply(output)
+            self.in_flight[action.chunk, action.microbatch] = (activation, root)
+        return None if is_loss else output.detach()
+
+    def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        """The gradient for the previous virtual stage; None on the first one."""
+        activation, root = self.in_flight.pop((action.chunk, action.microbatch))
+        torch.autograd.backward(root, gradient)
+        return None if activation is None else activation.grad
+
+    def _check_output(self, action: Action, output: Tensor, is_loss: bool) -> None:
+        if is_loss:
+            if not self.forward_only and output.dim() != 0:
+                raise ValueError(
+                    f"{action}, the last virtual stage: forward_step must return a scalar loss, got shape "
+                    f"{tuple(output.shape)}"
+                )
+        elif (output.shape, output.dtype) != (self.spec.shape, self.spec.dtype):
+            raise ValueError(
+                f"{action}: forward_step returned {output.dtype} of shape {tuple(output.shape)}, but the stages "
+                f"exchange {self.spec.dtype} of shape {self.spec.shape}: make them agree (sequence length, micro batch "
+                "size, hidden size, sequence parallelism, parameter dtype)"
+            )
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor of the activation's shape and place in the graph, but one element of memory.
+
+    The backward pass starts from it, so the activation itself can be freed as soon as it has been sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor) -> Tensor:
+        return activation.new_zeros(()).expand(activation.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -1,0 +1,20 @@
+"""Tensor and sequence parallelism: collectives, split layers, the loss, and random numbers."""
+
+from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    padded_vocab_size,
+)
+from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "TensorParallelRng",
+    "VocabParallelEmbedding",
+    "checkpoint",
+    "linear_cross_entropy",
+    "padded_vocab_size",
+]

@@ -1,0 +1,104 @@
+"""The output layer and the loss in one: the logits exist once, and the gradient takes their place.
+
+The columns of the logits are split over TP (Shoeybi et al. 2019); what the ranks exchange is two numbers per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.mappings import (
+    Pending,
+    start_all_reduce,
+    start_sequence_all_gather,
+    start_sequence_reduce_scatter,
+)
+from megatron.core.tensor_parallel.weight_grad import linear_weight_grad
+
+_CHUNK_ELEMENTS = 1 << 21  # logits handled at once: their fp32 copy stays in the cache
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, tp: Axis, sequence_parallel: bool = False
+) -> Tensor:
+    """Loss of every token, `[s, b]` in fp32.
+
+    `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` this rank's rows `[v/tp, h]` of the
+    output matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the softmax.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, sequence_parallel)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps e^(logit - max) in the place of the logits; backward turns it into the gradient in one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: Axis, sequence_parallel: bool
+    ) -> Tensor:
+        whole = start_sequence_all_gather(hidden, tp).wait() if sequence_parallel else hidden
+        logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()  # [n, v/tp]
+        first = tp.rank * weight.shape[0]
+        logits[:, max(0, vocab_size - first) :] = -torch.inf
+        rows, mine = _local_labels(labels.reshape(-1), first, weight.shape[0])
+
+        largest = logits.amax(-1).float()
+        if tp.size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        total, predicted = _exponentials(logits, largest, rows)
+        predicted.mul_(mine)
+        if tp.size > 1:
+            sums = torch.stack((total, predicted))
+            total, predicted = start_all_reduce(sums, tp).wait().unbind()
+        ctx.save_for_backward(hidden, weight, logits, total, rows, mine)
+        ctx.weight, ctx.tp, ctx.sequence_parallel = weight, tp, sequence_parallel
+        return (total.log() - predicted).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, logits, total, rows, mine = ctx.saved_tensors
+        tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
+        gather = start_sequence_all_gather(hidden, tp) if sequence_parallel else Pending(hidden, None)
+        dlogits = _gradient(logits, total, rows, mine, dloss.reshape(-1).float())
+        dx = (dlogits @ weight).view(gather.wait().shape)
+        pending = start_sequence_reduce_scatter(dx, tp) if sequence_parallel else start_all_reduce(dx, tp)
+        dw = linear_weight_grad(ctx.weight, dlogits, gather.wait().reshape(-1, hidden.shape[-1]))
+        return pending.wait(), dw, None, None, None, None
+
+
+def _local_labels(labels: Tensor, first: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Column of each label on this rank (0 for labels of other ranks), and which labels are this rank's."""
+    columns = labels - first
+    mine = (columns >= 0) & (columns < num_columns)
+    return columns.masked_fill(~mine, 0), mine
+
+
+def _chunks(logits: Tensor) -> range:
+    return range(0, logits.shape[0], max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1])))
+
+
+def _exponentials(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace every logit x by e^(x - largest); returns their sum and x - largest at `columns`, both fp32 `[n]`."""
+    total, predicted = torch.empty_like(largest), torch.empty_like(largest)
+    chunks = _chunks(logits)
+    for start in chunks:
+        part = slice(start, start + chunks.step)
+        shifted = logits[part].float() if logits.dtype != torch.float32 else logits[part]
+        shifted -= largest[part].unsqueeze(1)
+        torch.gather(shifted, 1, columns[part].unsqueeze(1), out=predicted[part].unsqueeze(1))
+        torch.sum(shifted.exp_(), -1, out=total[part])
+        if shifted.dtype != logits.dtype:
+            logits[part] = shifted
+    return total, predicted
+
+
+def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, mine: Tensor, dloss: Tensor) -> Tensor:
+    """`(softmax - onehot) * dloss`, in place of the exponentials."""
+    exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
+    onehot = (dloss * mine).to(exponentials.dtype).neg_().unsqueeze(1)
+    return exponentials.scatter_add_(1, columns.unsqueeze(1), onehot)

@@ -1,0 +1,221 @@
+"""Linear layers and embeddings whose matrices are split over the tensor-parallel axis.
+
+    Column-parallel   rows of W (outputs) split; a replicated input gives the own part of the output
+    Row-parallel      columns of W (inputs) split; the partial outputs are summed over the axis
+    Vocab-parallel    rows (tokens) of the embedding split; the partial lookups are summed
+
+After Shoeybi et al. 2019; under sequence parallelism (Korthikanti et al. 2022) the input of a column-parallel layer is
+gathered along the sequence and the output of a row-parallel layer or an embedding is scattered along it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.mappings import (
+    Pending,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence,
+    start_all_reduce,
+    start_sequence_all_gather,
+    start_sequence_reduce_scatter,
+)
+from megatron.core.tensor_parallel.weight_grad import embedding_weight_grad, linear_weight_grad
+from megatron.core.utils import divide, round_up
+
+
+class _Linear(torch.autograd.Function):
+    """`y = x W^T + b` between the collectives of a column- or a row-parallel layer.
+
+    Column: all-gather of x (sequence parallel); in backward the sum of dx over TP runs while dW is computed.
+    Row: sum of y over TP (all-reduce, or reduce-scatter when sequence parallel); the bias is added after it, once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, column: bool, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        ctx.tp, ctx.column, ctx.sequence_parallel, ctx.has_bias = tp, column, sequence_parallel, bias is not None
+        if column:
+            whole = start_sequence_all_gather(x, tp).wait() if sequence_parallel else x
+            return F.linear(whole, weight, bias)
+        if tp.size == 1:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight)
+        reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
+        y = reduce(y, tp).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
+        # Phase 1: launch the gathers
+        gather_x = Pending(x, None)
+        if sequence_parallel and ctx.column:
+            gather_x = start_sequence_all_gather(x, tp)
+        elif sequence_parallel:
+            dy = start_sequence_all_gather(dy, tp).wait()
+        # Phase 2: dx, and launch its sum over TP
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = Pending(torch.matmul(dy, weight), None)
+            if ctx.column:
+                reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
+                dx = reduce(dx.wait(), tp)
+        # Phase 3: dW and db meanwhile
+        dy2d = dy.reshape(-1, dy.shape[-1])
+        x2d = gather_x.wait().reshape(-1, x.shape[-1])
+        dw = linear_weight_grad(ctx.weight, dy2d, x2d) if ctx.needs_input_grad[1] else None
+        db = dy2d.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return dx.wait() if dx is not None else None, dw, db, None, None, None
+
+
+class ColumnParallelLinear(MegatronModule):
+    """Output rows are split over TP; the input is whole, the output is this rank's part.
+
+    `num_blocks` > 1: W is that many stacked matrices (fused gate and up), each of which is split.
+    With `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is `[s, b, out/tp]`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        init: Init,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        bias: bool = True,
+        num_blocks: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel, self.num_blocks = tp, sequence_parallel, num_blocks
+        block = divide(output_size, num_blocks, "outputs of a column-parallel layer over its blocks")
+        rows = num_blocks * divide(block, tp.size, "outputs of a column-parallel layer over the tensor-parallel ranks")
+        self.weight = make_parameter((rows, input_size), dtype, device, ParamInfo(init, tp_split=True))
+        self.bias = make_parameter((rows,), dtype, device, ParamInfo(Constant(0.0), tp_split=True)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self.weight, self.bias, self.tp, True, self.sequence_parallel)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        state = super().sharded_state_dict(prefix)
+        for name, param in (("weight", self.weight), ("bias", self.bias)):
+            if param is not None:
+                place = (self.tp.rank, self.tp.size, self.num_blocks)
+                state[prefix + name] = ShardedTensor.split_rows(prefix + name, param, *place)
+        return state
+
+
+class RowParallelLinear(MegatronModule):
+    """Input columns are split over TP; the partial outputs are summed, then the replicated bias is added.
+
+    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        init: Init,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        bias: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        columns = divide(input_size, tp.size, "inputs of a row-parallel layer over the tensor-parallel ranks")
+        self.weight = make_parameter((output_size, columns), dtype, device, ParamInfo(init, tp_split=True))
+        # The bias gradient is taken from the gathered output gradient: it is whole on every rank.
+        self.bias = make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0))) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self.weight, self.bias, self.tp, False, self.sequence_parallel)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        state = super().sharded_state_dict(prefix)
+        key = prefix + "weight"
+        state[key] = ShardedTensor.split(key, self.weight, 1, self.tp.rank, self.tp.size)
+        return state
+
+
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
+    """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally many."""
+    return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of `weight` at `tokens`, zero where a token is not one of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int, split: bool) -> Tensor:
+        ctx.weight, ctx.first_row, ctx.split = weight, first_row, split
+        ctx.save_for_backward(tokens)
+        if not split:
+            return F.embedding(tokens, weight)
+        rows, elsewhere = _local_rows(tokens, first_row, weight.shape[0])
+        return F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        rows, dy2d = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        if ctx.split:
+            rows, elsewhere = _local_rows(rows, ctx.first_row, ctx.weight.shape[0])
+            dy2d = dy2d.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return None, embedding_weight_grad(ctx.weight, rows, dy2d), None, None
+
+
+def _local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Index into the local rows (0 for tokens of other ranks), and which tokens those are."""
+    rows = tokens - first_row
+    elsewhere = (rows < 0) | (rows >= num_rows)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+class VocabParallelEmbedding(MegatronModule):
+    """Rows (tokens) are split over TP; the boxes are cropped to the real vocabulary.
+
+    `[s, b]` tokens give `[s, b, h]`, or `[s/tp, b, h]` with `sequence_parallel`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        info: ParamInfo,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        make_vocab_size_divisible_by: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel, self.vocab_size = tp, sequence_parallel, vocab_size
+        self.num_rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
+        self.weight = make_parameter((self.num_rows, hidden_size), dtype, device, info)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        partial = _Embedding.apply(tokens, self.weight, self.tp.rank * self.num_rows, self.tp.size > 1)
+        reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel
+        return reduce(partial, self.tp)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        key = prefix + "weight"
+        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size)}

@@ -1,0 +1,162 @@
+"""Collectives of tensor and sequence parallelism that autograd can go through.
+
+Every function takes the tensor-parallel `Axis` and does nothing on an axis of size 1. Forward and backward are a pair
+of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
+
+    function                     forward                       backward
+    copy_to_tensor_parallel      identity                      all-reduce
+    reduce_from_tensor_parallel  all-reduce                    identity
+    scatter_to_tensor_parallel   own part of the last dim      all-gather along the last dim
+    gather_from_tensor_parallel  all-gather along the last dim own part of the last dim
+    scatter_to_sequence          own part of the sequence      all-gather along the sequence
+    gather_from_sequence         all-gather along the sequence reduce-scatter along the sequence
+    reduce_scatter_to_sequence   reduce-scatter                all-gather along the sequence
+
+The sequence is dimension 0 of `[s, b, h]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+from megatron.core.utils import all_gather_into_tensor, divide, even_range, reduce_scatter_tensor
+
+Operation = Callable[[Tensor, Axis], Tensor]
+
+
+class Pending:
+    """A tensor whose collective may still be under way; `wait()` gives the finished tensor."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self._tensor = tensor
+        self._work = work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor
+
+
+def start_all_reduce(tensor: Tensor, tp: Axis) -> Pending:
+    """Sum the contiguous `tensor` over the axis, in place."""
+    if tp.size == 1:
+        return Pending(tensor, None)
+    return Pending(tensor, dist.all_reduce(tensor, group=_group(tp), async_op=True))
+
+
+def start_sequence_all_gather(part: Tensor, tp: Axis) -> Pending:
+    """`[s/tp, ...]` of every rank -> `[s, ...]`."""
+    if tp.size == 1:
+        return Pending(part, None)
+    whole = part.new_empty(part.shape[0] * tp.size, *part.shape[1:])
+    return Pending(whole, all_gather_into_tensor(whole, part.contiguous(), group=_group(tp), async_op=True))
+
+
+def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
+    """Sum of `[s, ...]` over the axis, of which this rank keeps its `[s/tp, ...]`."""
+    if tp.size == 1:
+        return Pending(whole, None)
+    part = whole.new_empty(_sequence_part(whole, tp), *whole.shape[1:])
+    return Pending(part, reduce_scatter_tensor(part, whole.contiguous(), group=_group(tp), async_op=True))
+
+
+def _group(tp: Axis) -> dist.ProcessGroup:
+    assert tp.group is not None, f"{tp} only describes a layout: it has no process group"
+    return tp.group
+
+
+def _sequence_part(whole: Tensor, tp: Axis) -> int:
+    return divide(whole.shape[0], tp.size, "sequence length over the tensor-parallel ranks (sequence parallelism)")
+
+
+def _identity(tensor: Tensor, tp: Axis) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _all_reduce(tensor: Tensor, tp: Axis) -> Tensor:
+    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), tp).wait()
+
+
+def _all_gather_sequence(part: Tensor, tp: Axis) -> Tensor:
+    return start_sequence_all_gather(part, tp).wait()
+
+
+def _reduce_scatter_sequence(whole: Tensor, tp: Axis) -> Tensor:
+    return start_sequence_reduce_scatter(whole, tp).wait()
+
+
+def _slice_sequence(whole: Tensor, tp: Axis) -> Tensor:
+    part = _sequence_part(whole, tp)
+    return whole[tp.rank * part : (tp.rank + 1) * part].clone()
+
+
+def _all_gather_last(part: Tensor, tp: Axis) -> Tensor:
+    stacked = start_sequence_all_gather(part.unsqueeze(0), tp).wait()  # [tp, ..., part]
+    return stacked.movedim(0, -2).reshape(*part.shape[:-1], -1)
+
+
+def _slice_last(whole: Tensor, tp: Axis) -> Tensor:
+    start, stop = even_range(whole.shape[-1], tp.rank, tp.size)
+    return whole[..., start:stop].clone()
+
+
+class _Conjugate(torch.autograd.Function):
+    """Apply `forward_operation`; the gradient goes through `backward_operation`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation
+    ) -> Tensor:
+        ctx.tp, ctx.backward_operation = tp, backward_operation
+        return forward_operation(tensor, tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.backward_operation(grad, ctx.tp), None, None, None
+
+
+def _conjugate(tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation) -> Tensor:
+    if tp.size == 1:
+        return tensor
+    return _Conjugate.apply(tensor, tp, forward_operation, backward_operation)
+
+
+def copy_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
+    """Enter a tensor-parallel region: every rank uses the whole tensor, its gradients are summed."""
+    return _conjugate(tensor, tp, _identity, _all_reduce)
+
+
+def reduce_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
+    """Leave a tensor-parallel region: sum the partial results of all ranks."""
+    return _conjugate(tensor, tp, _all_reduce, _identity)
+
+
+def scatter_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
+    """Keep this rank's part of the last dimension."""
+    return _conjugate(tensor, tp, _slice_last, _all_gather_last)
+
+
+def gather_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
+    """Join the parts of the last dimension; what follows is the same on all ranks."""
+    return _conjugate(tensor, tp, _all_gather_last, _slice_last)
+
+
+def scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
+    """Keep this rank's part of the sequence; what precedes is the same on all ranks."""
+    return _conjugate(tensor, tp, _slice_sequence, _all_gather_sequence)
+
+
+def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:
+    """Enter a tensor-parallel region from a sequence-parallel one."""
+    return _conjugate(tensor, tp, _all_gather_sequence, _reduce_scatter_sequence)
+
+
+def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
+    """Leave a tensor-parallel region to a sequence-parallel one."""
+    return _conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)

@@ -1,0 +1,103 @@
+"""Self-attention over tensor parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.module import MegatronModule, Normal
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, checkpoint
+from megatron.core.transformer.attention_mask import AttentionMask
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary import RotaryTables, rotate, split_qkv
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+
+
+class SelfAttention(MegatronModule):
+    """Query groups are split over TP: a rank has whole groups, each some query heads with their key and value head.
+
+    Rows of `linear_qkv`, viewed as `[groups, q + 2, d]`: the query heads of a group, its key, its value. So the global
+    matrix is a plain concatenation of the ranks' rows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        rng: TensorParallelRng,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.rng = config, rng
+        self.groups = divide(config.query_groups, tp.size, "query groups over the tensor-parallel ranks")
+        self.queries_per_group = config.num_attention_heads // config.query_groups
+        head_dim, dtype = config.head_dim, config.params_dtype
+        projection = config.num_attention_heads * head_dim
+        self.linear_proj = RowParallelLinear(
+            projection,
+            config.hidden_size,
+            init=Normal(config.output_init_std),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=config.add_bias_linear,
+            dtype=dtype,
+            device=device,
+        )
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            projection + 2 * config.query_groups * head_dim,
+            init=Normal(config.init_method_std),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=config.has_qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        # Each rank normalizes its own heads, so these gradients are partial sums even without sequence parallelism.
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
+            self.k_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
+        self.rotary = RotaryTables(config) if config.position_embedding_type == "rope" else None
+        self.mask = AttentionMask(config, tp)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden."""
+        mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
+        mixed = mixed.view(*mixed.shape[:2], self.groups, self.queries_per_group + 2, self.config.head_dim)
+        rotary = self.rotary(mixed.shape[0], mixed.dtype, mixed.device) if self.rotary is not None else None
+        if self.config.qk_layernorm:
+            query, key, value = split_qkv(mixed, self.queries_per_group, None)
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+            if rotary is not None:
+                query, key = rotate(query, rotary), rotate(key, rotary)
+        else:
+            query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
+        if self.config.recompute_granularity == "selective" and self.training:
+            context = checkpoint(self._attend, self.rng, query, key, value, attention_mask)
+        else:
+            context = self._attend(query, key, value, attention_mask)
+        return self.linear_proj(context)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """`[s, b, g, heads, d]` each; returns `[s, b, heads/tp * d]`."""
+        length, batch = query.shape[:2]
+        # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
+        q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
+        mask = self.mask(length, attention_mask, q.dtype, q.device)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if dropout == 0.0:
+            context = self._sdpa(q, k, v, mask, 0.0)
+        else:
+            with self.rng.fork():
+                context = self._sdpa(q, k, v, mask, dropout)
+        return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.queries_per_group > 1
+        )

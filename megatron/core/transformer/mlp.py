@@ -1,0 +1,77 @@
+"""The MLP of a transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.module import MegatronModule, Normal
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MLP(MegatronModule):
+    """The inner width is split over TP; a gated MLP stacks gate and up in one matrix, each of which is split."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.swiglu, self.approximate = config.swiglu, "tanh" if config.tanh_gelu else "none"
+        num_blocks = 2 if config.swiglu else 1
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            num_blocks * config.ffn_size,
+            init=Normal(config.init_method_std),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=config.add_bias_linear,
+            num_blocks=num_blocks,
+            dtype=config.params_dtype,
+            device=device,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            init=Normal(config.output_init_std),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=config.add_bias_linear,
+            dtype=config.params_dtype,
+            device=device,
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
+        inner = self.linear_fc1(hidden_states)  # [s, b, ffn/tp], twice that when gated
+        inner = _SwiGLU.apply(inner) if self.swiglu else F.gelu(inner, approximate=self.approximate)
+        return self.linear_fc2(inner)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of `[..., gate; up]`; keeps the input alone, and writes both gradients into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        dx = torch.empty_like(x)
+        dgate, dup = dx.chunk(2, -1)
+        torch.mul(dy, F.silu(gate), out=dup)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+        return dx

@@ -1,0 +1,56 @@
+"""LayerNorm and RMSNorm over the last dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Norm(MegatronModule):
+    """Weight and bias are replicated over TP; `partial_grad` where each TP rank normalizes other elements."""
+
+    def __init__(
+        self, config: TransformerConfig, size: int, *, partial_grad: bool, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.rms, self.epsilon = config.normalization == "RMSNorm", config.norm_epsilon
+        ones, zeros = (ParamInfo(Constant(value), partial_grad=partial_grad) for value in (1.0, 0.0))
+        self.weight = make_parameter((size,), config.params_dtype, device, ones)
+        self.bias = None if self.rms else make_parameter((size,), config.params_dtype, device, zeros)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return _RMSNorm.apply(x, self.weight, self.epsilon)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x / rms(x) * w (Zhang and Sennrich 2019), in fp32 inside.
+
+    The forward kernel of torch is fused but its CPU backward is composed of a dozen passes; this takes half of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        size = x.shape[-1]
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.rsqrt(norm.square() / size + ctx.epsilon)  # 1 / rms, [..., 1]
+        normalized = x * scale  # fp32
+        dy_normalized = dy * normalized
+        dw = dy_normalized.reshape(-1, size).sum(0)
+        mean = (dy_normalized @ weight.float()).unsqueeze(-1) / size
+        dx = (dy * weight).float().sub_(normalized.mul_(mean)).mul_(scale)
+        return dx.to(x.dtype), dw.to(weight.dtype), None

@@ -1,0 +1,75 @@
+"""The transformer layers of one pipeline chunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.module import MegatronModule
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class TransformerBlock(MegatronModule):
+    """Layers `layers` (global numbers) of the model; the last chunk also has the final norm.
+
+    Keys carry the global number, so a checkpoint does not know which stage or chunk held a layer.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layers: range,
+        post_process: bool,
+        tp: Axis,
+        rng: TensorParallelRng,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.rng, self.layer_numbers = config, rng, layers
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device) for _ in layers
+        )
+        self.final_layernorm = (
+            Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device) if post_process else None
+        )
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
+        for start, stop, recompute in self._groups():
+            if recompute:
+                hidden_states = checkpoint(self._run, self.rng, hidden_states, attention_mask, start, stop)
+            else:
+                hidden_states = self._run(hidden_states, attention_mask, start, stop)
+        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+
+    def _run(self, hidden_states: Tensor, attention_mask: Tensor | None, start: int, stop: int) -> Tensor:
+        for index in range(start, stop):
+            hidden_states = self.layers[index](hidden_states, attention_mask)
+        return hidden_states
+
+    def _groups(self) -> list[tuple[int, int, bool]]:
+        """(start, stop, recompute) of consecutive local layers."""
+        count = len(self.layers)
+        if self.config.recompute_granularity != "full" or not self.training:
+            return [(0, count, False)]
+        size = self.config.recompute_num_layers
+        assert size is not None
+        if self.config.recompute_method == "uniform":
+            return [(start, min(start + size, count), True) for start in range(0, count, size)]
+        size = min(size, count)
+        return [(index, index + 1, True) for index in range(size)] + [(size, count, False)]
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        state: ShardedStateDict = {}
+        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            state.update(layer.sharded_state_dict(f"{prefix}layers.{number}."))
+        if self.final_layernorm is not None:
+            state.update(self.final_layernorm.sharded_state_dict(f"{prefix}final_layernorm."))
+        return state

@@ -1,0 +1,65 @@
+"""One pre-norm transformer layer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
+from megatron.core.module import MegatronModule
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# On disk a norm is named after the projection it feeds (Megatron-core's names).
+NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class TransformerLayer(MegatronModule):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        rng: TensorParallelRng,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.dropout, self.rng, self.sequence_parallel = config.hidden_dropout, rng, sequence_parallel
+        self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+        self.self_attention = SelfAttention(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device)
+        self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
+        attention = self.self_attention(self.input_layernorm(hidden_states), attention_mask)
+        hidden_states = hidden_states + self._dropped(attention)
+        return hidden_states + self._dropped(self.mlp(self.pre_mlp_layernorm(hidden_states)))
+
+    def _dropped(self, branch: Tensor) -> Tensor:
+        if self.dropout == 0.0 or not self.training:
+            return branch
+        with self.rng.fork() if self.sequence_parallel else nullcontext():
+            return F.dropout(branch, self.dropout)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        def on_disk(key: str) -> str:
+            name = key.removeprefix(prefix)
+            return next(
+                (prefix + new + name.removeprefix(old) for old, new in NORM_KEYS.items() if name.startswith(old)), key
+            )
+
+        return map_keys(super().sharded_state_dict(prefix), on_disk)

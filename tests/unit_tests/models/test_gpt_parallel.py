@@ -1,0 +1,192 @@
+"""The same seed is the same model under every split: initial weights bitwise, losses and gradients to rounding."""
+
+import pytest
+import torch
+
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SEQ, BATCH = 16, 2
+LLAMA = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "vocab_size": 53,
+    "max_position_embeddings": 32,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "qk_layernorm": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+GPT2 = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 53,
+    "max_position_embeddings": 32,
+    "embedding_layernorm": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
+
+
+def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, **changes):
+    config = TransformerConfig(**{**MODELS[name], **changes})
+    model = GPTModel(
+        config,
+        layers=layers,
+        pre_process=pre,
+        post_process=post,
+        tp=ps.tp,
+        sequence_parallel=sequence_parallel,
+        make_vocab_size_divisible_by=4,
+        rng=TensorParallelRng(11, ps.tp.rank),
+    )
+    model.initialize(seed=3)
+    return model
+
+
+def batch():
+    tokens = torch.randint(53, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], torch.arange(SEQ).expand(BATCH, SEQ), tokens[:, 1:]
+
+
+def place(box):
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def as_boxes(model, of_gradients=False):
+    """[(key, global shape, place, values)] of all boxes, or of the gradients of the same elements."""
+    rows = []
+    for key, entry in model.sharded_state_dict().items():
+        tensor = entry.local
+        source = entry.flat_range(key, 0, tensor.grad.reshape(-1)).boxes if of_gradients else entry.boxes
+        rows += [(key, entry.global_shape, place(box), box.tensor.clone()) for box in source]
+    return rows
+
+
+def pasted(rows):
+    """Global tensors; where boxes of several ranks meet they must be equal (asserted to rounding)."""
+    whole = {}
+    for key, shape, where, values in rows:
+        target = whole.setdefault(key, torch.full(shape, float("nan")))
+        known = target[where]
+        replica = ~known.isnan()
+        torch.testing.assert_close(values[replica], known[replica], msg=lambda m, key=key: f"{key}: {m}")
+        target[where] = values
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp,pp", [(2, 1), (1, 2), (2, 2)])
+def test_initial_weights_do_not_depend_on_the_layout(name, tp, pp):
+    expected = pasted(as_boxes(build(name, ParallelState.for_rank(ParallelConfig()))))
+    rows = []
+    for rank in range(tp * pp):
+        ps = ParallelState.for_rank(ParallelConfig(tp, pp), tp * pp, rank)
+        layers = range(ps.pp.rank * 4 // pp, (ps.pp.rank + 1) * 4 // pp)
+        rows += as_boxes(build(name, ps, layers, ps.pp.is_first, ps.pp.is_last))
+    got = pasted(rows)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def loss_and_gradients(rank, world_size, name, tp, sequence_parallel):
+    ps = ParallelState.create(ParallelConfig(tp, 1)) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
+    model = build(name, ps, sequence_parallel=sequence_parallel)
+    tokens, positions, labels = batch()
+    logits = model(tokens, positions).detach()
+    loss = model(tokens, positions, labels=labels)
+    (loss * torch.linspace(0.5, 2.0, SEQ)).mean().backward()
+    for param in model.parameters():
+        if param_info(param).partial_grad and world_size > 1:
+            torch.distributed.all_reduce(param.grad, group=ps.tp.group)
+    return loss.detach(), logits, as_boxes(model, of_gradients=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_equals_dense(pool, name, sequence_parallel):
+    expected_loss, expected_logits, expected = loss_and_gradients(0, 1, name, 1, False)
+    results = pool.run(loss_and_gradients, 2, name, 2, sequence_parallel)
+    for loss, logits, _ in results:
+        torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(logits, expected_logits, atol=1e-6, rtol=1e-6)
+    got, expected = pasted([row for result in results for row in result[2]]), pasted(expected)
+    for key in expected:
+        torch.testing.assert_close(got[key], expected[key], atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_padding_of_the_vocabulary_never_changes_the_loss():
+    config = TransformerConfig(**LLAMA)
+    losses = []
+    for multiple in (1, 8, 128):
+        model = GPTModel(config, make_vocab_size_divisible_by=multiple)
+        model.initialize(seed=3)
+        tokens, positions, labels = batch()
+        losses.append(model(tokens, positions, labels=labels).mean())
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-7, rtol=1e-7)
+    torch.testing.assert_close(losses[2], losses[0], atol=1e-7, rtol=1e-7)
+
+
+RECOMPUTE = [
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    {"recompute_granularity": "selective"},
+]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute):
+    def gradients(**changes):
+        ps = ParallelState.for_rank(ParallelConfig())
+        model = build("gpt2", ps, hidden_dropout=0.2, attention_dropout=0.1, **changes)
+        torch.manual_seed(9)
+        tokens, positions, labels = batch()
+        model(tokens, positions, labels=labels).mean().backward()
+        return [param.grad for param in model.parameters()], torch.rand(3)
+
+    (expected, expected_random), (got, got_random) = gradients(), gradients(**recompute)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert torch.equal(expected_random, got_random), "the generator goes on as without recomputation"
+
+
+def dropped_stream(rank, world_size, sequence_parallel):
+    ps = ParallelState.create(ParallelConfig(2, 1))
+    layer = build("gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5).decoder.layers[0]
+    torch.manual_seed(4)
+    return layer._dropped(torch.ones(8, 2, 32))
+
+
+def test_dropout_is_equal_where_replicated_and_different_where_split(pool):
+    first, second = pool.run(dropped_stream, 2, False)
+    assert torch.equal(first, second)
+    first, second = pool.run(dropped_stream, 2, True)
+    assert not torch.equal(first, second)
+
+
+def test_main_grad_accumulates_what_autograd_would_return():
+    model = build("llama", ParallelState.for_rank(ParallelConfig()))
+    tokens, positions, labels = batch()
+    model(tokens, positions, labels=labels).mean().backward()
+    expected = {name: param.grad.clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = None
+        param.main_grad = torch.ones_like(param)
+    model(tokens, positions, labels=labels).mean().backward()
+    for name, param in model.named_parameters():
+        added = param.main_grad - 1.0 if param.grad is None else param.grad
+        torch.testing.assert_close(added, expected[name], atol=1e-6, rtol=1e-5)
+        assert (param.grad is None) == (param.dim() == 2), name

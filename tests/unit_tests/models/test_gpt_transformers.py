@@ -1,0 +1,225 @@
+"""The same weights give the logits of `transformers`, for random small models of several families."""
+
+import pytest
+import torch
+import transformers
+
+from megatron.core.models import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCAB, SEQ, BATCH = 67, 24, 2
+
+COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8}
+OURS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+OURS_LLAMA = {
+    **OURS,
+    "ffn_hidden_size": 48,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def rope(**parameters):
+    """The rope settings in the spelling of the installed generation of transformers."""
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return {"rope_parameters": parameters}
+    theta = parameters.pop("rope_theta")
+    return {"rope_theta": theta, **({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})}
+
+
+CASES = {
+    "llama": (transformers.LlamaConfig(**LLAMA), OURS_LLAMA),
+    "llama3_rope": (
+        transformers.LlamaConfig(**LLAMA, **rope(**LLAMA3_ROPE)),
+        {
+            **OURS_LLAMA,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": 4.0,
+            "rope_original_max_position_embeddings": 16,
+        },
+    ),
+    "llama_tied_biased": (
+        transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        {**OURS_LLAMA, "add_bias_linear": True, "untie_embeddings_and_output_weights": False},
+    ),
+    "mistral_window": (transformers.MistralConfig(**LLAMA, sliding_window=7), {**OURS_LLAMA, "window_size": (6, 0)}),
+    "qwen2": (
+        transformers.Qwen2Config(**{k: v for k, v in LLAMA.items() if k != "head_dim"}),
+        {**OURS_LLAMA, "add_qkv_bias": True},
+    ),
+    "qwen3": (
+        transformers.Qwen3Config(**{**LLAMA, "head_dim": 16}),
+        {**OURS_LLAMA, "kv_channels": 16, "qk_layernorm": True},
+    ),
+    "gpt2": (
+        transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        {**OURS, "position_embedding_type": "learned_absolute"},
+    ),
+    "gpt2_erf": (
+        transformers.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, activation_function="gelu"
+        ),
+        {**OURS, "position_embedding_type": "learned_absolute", "bias_gelu_fusion": False},
+    ),
+    "bloom": (
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+        {**OURS, "position_embedding_type": "alibi", "embedding_layernorm": True},
+    ),
+    "bloom_six_heads": (
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=2, n_head=6),
+        {
+            **OURS,
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "position_embedding_type": "alibi",
+            "embedding_layernorm": True,
+        },
+    ),
+}
+
+
+def interleaved(q, k, v, groups, head_dim):
+    """Rows of q, k and v in our order: per group its query heads, key, value."""
+    parts = [x.view(groups, -1, head_dim, *x.shape[1:]) for x in (q, k, v)]
+    return torch.cat(parts, 1).flatten(0, 2)
+
+
+def llama_weights(hf, config):
+    """Our keys -> tensors, from a Llama-like state dict."""
+    groups, d = config.query_groups, config.head_dim
+    weights = {
+        "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
+    if config.untie_embeddings_and_output_weights:
+        weights["output_layer.weight"] = hf["lm_head.weight"]
+    for layer in range(config.num_layers):
+        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        attention, mlp = theirs + "self_attn.", theirs + "mlp."
+        weights[ours + "self_attention.linear_qkv.layer_norm_weight"] = hf[theirs + "input_layernorm.weight"]
+        weights[ours + "mlp.linear_fc1.layer_norm_weight"] = hf[theirs + "post_attention_layernorm.weight"]
+        for kind in ("weight", "bias"):
+            if attention + f"q_proj.{kind}" in hf:
+                q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
+                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(q, k, v, groups, d)
+            if attention + f"o_proj.{kind}" in hf:
+                weights[ours + f"self_attention.linear_proj.{kind}"] = hf[attention + f"o_proj.{kind}"]
+            if mlp + f"gate_proj.{kind}" in hf:
+                gate_up = [hf[mlp + f"{name}_proj.{kind}"] for name in ("gate", "up")]
+                weights[ours + f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+                weights[ours + f"mlp.linear_fc2.{kind}"] = hf[mlp + f"down_proj.{kind}"]
+        for name in "qk":
+            if attention + f"{name}_norm.weight" in hf:
+                weights[ours + f"self_attention.{name}_layernorm.weight"] = hf[attention + f"{name}_norm.weight"]
+    return weights
+
+
+def gpt2_weights(hf, config):
+    names = {
+        "ln_1": "self_attention.linear_qkv.layer_norm_",
+        "ln_2": "mlp.linear_fc1.layer_norm_",
+        "attn.c_attn": "self_attention.linear_qkv.",
+        "attn.c_proj": "self_attention.linear_proj.",
+        "mlp.c_fc": "mlp.linear_fc1.",
+        "mlp.c_proj": "mlp.linear_fc2.",
+    }
+    weights = {
+        "embedding.word_embeddings.weight": hf["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": hf["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": hf["transformer.ln_f.weight"],
+        "decoder.final_layernorm.bias": hf["transformer.ln_f.bias"],
+    }
+    for layer in range(config.num_layers):
+        for theirs, ours in names.items():
+            for kind in ("weight", "bias"):
+                tensor = hf[f"transformer.h.{layer}.{theirs}.{kind}"].t()  # Conv1D is [in, out]
+                if theirs == "attn.c_attn":
+                    tensor = interleaved(*tensor.chunk(3), config.num_attention_heads, config.head_dim)
+                weights[f"decoder.layers.{layer}.{ours}{kind}"] = tensor
+    return weights
+
+
+def bloom_weights(hf, config):
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
+        "self_attention.query_key_value.": "self_attention.linear_qkv.",
+        "self_attention.dense.": "self_attention.linear_proj.",
+        "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
+        "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
+    }
+    weights = {"embedding.word_embeddings.weight": hf["transformer.word_embeddings.weight"]}
+    for kind in ("weight", "bias"):
+        weights[f"embedding.word_embeddings_layernorm.{kind}"] = hf[f"transformer.word_embeddings_layernorm.{kind}"]
+        weights[f"decoder.final_layernorm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
+        for layer in range(config.num_layers):
+            for theirs, ours in names.items():
+                weights[f"decoder.layers.{layer}.{ours}{kind}"] = hf[f"transformer.h.{layer}.{theirs}{kind}"]
+    return weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_equal_transformers(name):
+    hf_config, ours = CASES[name]
+    torch.manual_seed(5)
+    hf = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for param in hf.parameters():
+            param.normal_(0.0, 0.3)  # also norms and biases, so that every one of them matters
+
+    config = TransformerConfig(**ours)
+    model = GPTModel(config, make_vocab_size_divisible_by=16)
+    model.initialize(seed=0)
+    mapping = gpt2_weights if "gpt2" in name else bloom_weights if "bloom" in name else llama_weights
+    weights = mapping(hf.state_dict(), config)
+    state = model.sharded_state_dict()
+    assert state.keys() == weights.keys()
+    for key, entry in state.items():
+        assert entry.global_shape == tuple(weights[key].shape), key
+        for box in entry.boxes:
+            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            box.tensor.copy_(weights[key][place])
+
+    tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    expected = hf(inputs).logits
+    torch.testing.assert_close(model(inputs, positions), expected, atol=2e-5, rtol=1e-5)
+
+    loss = model(inputs, positions, labels=labels)
+    expected_loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss.mean(), expected_loss, atol=1e-5, rtol=1e-5)
+
+    loss.mean().backward()
+    expected_loss.backward()
+    gradients = {n: p.grad for n, p in hf.named_parameters()}
+    if hf_config.tie_word_embeddings:
+        gradients.setdefault("lm_head.weight", None)
+    for key, expected_gradient in mapping(gradients, config).items():
+        entry = state[key]
+        got = entry.local.grad[: entry.global_shape[0]]
+        torch.testing.assert_close(got, expected_gradient, atol=1e-5, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+        assert (entry.local.grad[entry.global_shape[0] :] == 0).all(), "padding has no gradient"

@@ -1,0 +1,114 @@
+"""A discrete-event simulation of ranks that run ticks: finds deadlocks and mismatched messages, measures the makespan.
+
+A message matches when both ends are posted. Between two ranks, the n-th send meets the n-th receive, whatever they
+are meant to be (NCCL has no tags); the simulation fails when they are meant to be different things.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.core.pipeline_parallel import Tick
+
+# rendezvous: a send completes when it is received, and a rank waits for each exchange right after posting it.
+# overlap:    as above, but it waits when it needs the input, and before it posts the next exchange (the executor).
+# buffered:   a send completes at once, and a rank waits for the inputs it needs only (small messages).
+Mode = Literal["rendezvous", "overlap", "buffered"]
+
+
+class Deadlock(Exception):
+    pass
+
+
+@dataclass
+class Post:
+    """One end of a message; `done` is the time at which it completes."""
+
+    label: tuple
+    time: float
+    done: float | None = None
+
+
+@dataclass
+class Network:
+    mode: Mode
+    sends: dict[tuple[int, int], deque[Post]] = field(default_factory=lambda: defaultdict(deque))
+    receives: dict[tuple[int, int], deque[Post]] = field(default_factory=lambda: defaultdict(deque))
+
+    def post(self, rank: int, tick: Tick, time: float) -> tuple[list[Post], Post | None]:
+        """(all posts of the tick's exchange, that of its receive)."""
+        posts, received = [], None
+        if tick.send:
+            pair = (rank, tick.send.peer)
+            posts.append(Post((*pair, tick.send.input_of), time, time if self.mode == "buffered" else None))
+            self.sends[pair].append(posts[-1])
+            self._match(pair)
+        if tick.receive:
+            pair = (tick.receive.peer, rank)
+            received = Post((*pair, tick.receive.input_of), time)
+            posts.append(received)
+            self.receives[pair].append(received)
+            self._match(pair)
+        return posts, received
+
+    def _match(self, pair: tuple[int, int]) -> None:
+        while self.sends[pair] and self.receives[pair]:
+            send, receive = self.sends[pair].popleft(), self.receives[pair].popleft()
+            assert send.label == receive.label, f"{send.label} is sent where {receive.label} is expected"
+            receive.done = max(send.time, receive.time)
+            if send.done is None:
+                send.done = receive.done
+
+
+@dataclass
+class Trace:
+    """What one rank did."""
+
+    end: float = 0.0
+    peak_unused_inputs: int = 0
+
+
+def run_rank(
+    rank: int, ticks: list[Tick], network: Network, seconds: dict[str, float], trace: Trace
+) -> Generator[list[Post], float, None]:
+    """Yields the posts it waits for; is sent the time at which the last of them completed."""
+    inputs: dict = {}
+    previous: list[Post] = []
+    now = 0.0
+    for tick in ticks:
+        if tick.action:
+            if tick.action in inputs:
+                now = max(now, (yield [inputs.pop(tick.action)]))
+            now += seconds[tick.action.kind]
+        if network.mode == "overlap":
+            now = max(now, (yield previous))
+        previous, received = network.post(rank, tick, now)
+        if tick.receive:
+            inputs[tick.receive.input_of] = received
+            trace.peak_unused_inputs = max(trace.peak_unused_inputs, len(inputs))
+        if network.mode == "rendezvous":
+            now = max(now, (yield previous))
+    trace.end = max(now, (yield previous))
+    assert not inputs, f"rank {rank} received what it never used: {list(inputs)}"
+
+
+def simulate(pipeline: list[list[Tick]], mode: Mode, forward: float = 1.0, backward: float = 2.0) -> list[Trace]:
+    """Run all ranks; raises Deadlock if some wait for ever."""
+    network = Network(mode)
+    seconds = {"forward": forward, "backward": backward}
+    traces = [Trace() for _ in pipeline]
+    running = {rank: run_rank(rank, ticks, network, seconds, traces[rank]) for rank, ticks in enumerate(pipeline)}
+    waiting = {rank: next(program) for rank, program in running.items()}
+    while running:
+        progress = False
+        for rank in list(running):
+            while rank in running and all(post.done is not None for post in waiting[rank]):
+                progress = True
+                try:
+                    waiting[rank] = running[rank].send(max((post.done or 0.0 for post in waiting[rank]), default=0.0))
+                except StopIteration:
+                    del running[rank]
+        if not progress:
+            raise Deadlock({rank: [post.label for post in waiting[rank] if post.done is None] for rank in running})
+    return traces
