@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 
-HIDDEN, VOCAB, PADDED_VOCAB, LAYERS = 24, 19, 32, 3
+HIDDEN, VOCAB, PADDED_VOCAB, LAYERS = 32, 19, 32, 3
 
 
 class Embedding(MegatronModule):
@@ -182,7 +183,7 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     filled: dict[str, Tensor] = {}
     for state in states:
         for key, (shape, boxes) in state.items():
-            target = whole.setdefault(key, torch.zeros(shape))
+            target = whole.setdefault(key, torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None))
             seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
             for offset, data in boxes:
                 place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
@@ -190,3 +191,38 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
                 target[place], seen[place] = data, True
     assert all(seen.all() for seen in filled.values()), [key for key, seen in filled.items() if not seen.all()]
     return whole
+
+
+def run(chunk: DistributedDataParallel, optimizer: MegatronOptimizer, steps: Iterable[int]) -> list[tuple[float, Any]]:
+    """Train one process; (loss, StepResult) of every step."""
+    results = []
+    for step in steps:
+        loss = backward_pass(chunk, step, loss_scale=optimizer.loss_scale)
+        finalize_model_grads([chunk], ParallelState.for_rank(ParallelConfig()))
+        results.append((loss, optimizer.step(count_zeros=True)))
+    return results
+
+
+def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """Copies of the global tensors of a run of one process: parameters and the optimizer's."""
+    model_state = chunk.sharded_state_dict()
+    return assemble([boxes_of(model_state), boxes_of(optimizer.sharded_state_dict(model_state))])
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """Where a box lies in its global tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def fill(state: ShardedStateDict, whole: dict[str, Tensor]) -> None:
+    """Load global tensors into the boxes."""
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor)
+        for box in entry.boxes:
+            box.tensor.copy_(whole[key][region(box)])

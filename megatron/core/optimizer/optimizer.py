@@ -99,7 +99,8 @@ class MegatronOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Main parameters and state as boxes of the parameters they belong to; nothing is copied or communicated.
 
-        `model_state` is the sharded state of all chunks, merged.
+        `model_state` is the sharded state of all chunks, merged. `param` of an fp32 model is the weight itself: load it
+        after the model where a checkpoint may hold the weights less precisely.
         """
         entries = _entries_by_param(model_state)
         state: ShardedStateDict = {}
