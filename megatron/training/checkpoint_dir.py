@@ -49,7 +49,7 @@ def find_checkpoint(root: str | Path, step: int | None) -> tuple[Path | None, st
         reason = "there is no tracker file" if newest is None else f"the tracker names {newest}, which is not complete"
         return found, f"warning: {reason}: taking {found}, the newest complete checkpoint"
     if newest is not None:
-        raise ValueError(f"the tracker in {root} names {newest}, but that is not a complete checkpoint; {_listed(root)}")
+        raise ValueError(f"the tracker in {root} names {newest}, which is not a complete checkpoint; {_listed(root)}")
     return None, None
 
 

@@ -34,7 +34,10 @@ CONTENT_METADATA = {
 }
 
 
-def save_checkpoint(run: Run, root: str) -> None:
+FORMATS = {"torch_dist": save}  # --ckpt-format -> what writes it
+
+
+def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     """Save the run under `root` and move the tracker. Collective."""
     config, start = run.config.checkpoint, time.perf_counter()
     directory = iteration_directory(root, run.state.iteration)
@@ -44,7 +47,7 @@ def save_checkpoint(run: Run, root: str) -> None:
     if not config.no_save_rng:
         state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
     iteration = run.state.iteration
-    save(state, directory, common=common_state(run), on_commit=lambda: write_tracker(root, iteration))
+    FORMATS[ckpt_format](state, directory, common=common_state(run), on_commit=lambda: write_tracker(root, iteration))
     print_rank_0(f" > saved iteration {iteration} to {directory} in {time.perf_counter() - start:.2f} s")
 
 
@@ -122,8 +125,8 @@ def load_checkpoint(run: Run) -> None:
 def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
     if "optimizer" not in common:
         raise ValueError(
-            f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its weights "
-            "(--finetune)"
+            f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
+            "weights (--finetune)"
         )
     return run.optimizer.sharded_state_dict(model)
 

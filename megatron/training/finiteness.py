@@ -49,7 +49,7 @@ class FiniteCheck:
         if last is None or not bool(last.step.skipped):  # the same on all ranks: the norm is over all gradients
             return
         finite = bool(torch.isfinite(last.loss).all())
-        places = [None] * dist.get_world_size()
+        places: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(places, None if finite else self._place())
         where = ", ".join(place for place in places if place is not None)
         if where:

@@ -180,7 +180,7 @@ def log_line(interval: Interval, train_iters: int) -> str:
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.{1 if tflops > 10 else 4}f}",
+        "throughput per GPU (TFLOP/s/GPU): " + (f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"),
         f"tokens/s: {interval.tokens_per_second:.0f}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",

@@ -26,10 +26,10 @@ def rng_key(ps: ParallelState) -> str:
 
 def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
     """All generators of this process, in Megatron-LM's form."""
-    algorithm, keys, *rest = np.random.get_state()
+    algorithm, keys, *rest = np.random.get_state(legacy=True)
     return {
         "random_rng_state": random.getstate(),
-        "np_rng_state": (algorithm, keys.tolist(), *rest),
+        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *rest),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "rng_tracker_states": {_TRACKER_STATE: rng.get_state()},

@@ -76,7 +76,7 @@ class Config:
         )
 
     def schedule(self) -> Schedule:
-        """Learning rate and weight decay over the run; constant zero where nothing is trained."""
+        """Learning rate and weight decay over the run."""
         training = self.training
         assert training.global_batch_size is not None
         return make_schedule(
@@ -178,14 +178,13 @@ def _check_length(config: Config, dp_size: int) -> None:
         raise ValueError(
             f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
         )
-    only_load = training.skip_train or config.checkpoint.ckpt_convert_format is not None
-    if training.train_iters is None and training.train_samples is None and not only_load:
+    if training.train_iters is None and training.train_samples is None:
         raise ValueError("how long? give --train-iters or --train-samples")
-    if config.optimizer.lr is None and not only_load:
+    if config.optimizer.lr is None:
         raise ValueError("--lr must be given")
-    for name in ("eval_interval", "exit_interval", "rampup_batch_size", "train_iters", "train_samples"):
+    for name in ("eval_interval", "exit_interval", "train_iters", "train_samples"):
         value = getattr(training, name)
-        if isinstance(value, int) and value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     if config.data.seq_length > (config.model.max_position_embeddings or 0):
         raise ValueError(

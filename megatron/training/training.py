@@ -20,6 +20,7 @@ from megatron.training.flops import model_flops_per_token
 from megatron.training.forward_backward import forward_backward
 from megatron.training.initialize import initialize, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
+from megatron.training.params_norm import params_norm
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
 from megatron.training.signals import ExitDecision, ExitSignals
@@ -45,8 +46,9 @@ def pretrain(
     tokenizer = build_tokenizer(config.tokenizer)
     run = build_run(config, ps, device, tokenizer, model_provider, forward_step)
     load_checkpoint(run)
-    if config.checkpoint.ckpt_convert_save is not None:
-        save_checkpoint(run, config.checkpoint.ckpt_convert_save)
+    convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
+    if convert_format is not None and convert_save is not None:
+        save_checkpoint(run, convert_save, convert_format)
         return run
     data = build_data(run, tokenizer, datasets_provider)
     writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
@@ -131,7 +133,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
                     _evaluate(run, data.valid, "validation", writers)
                 if checkpoint.save and checkpoint.save_interval and iteration % checkpoint.save_interval == 0:
                     check.finish()
-                    save_checkpoint(run, checkpoint.save)
+                    save_checkpoint(run, checkpoint.save, checkpoint.ckpt_format)
                     saved_at = iteration
                 _collect_garbage(run)
             reason = decision.after(iteration)
@@ -139,7 +141,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     if not log.is_empty:
         _report_interval(run, log, check, writers)
     if checkpoint.save and saved_at != run.state.iteration:
-        save_checkpoint(run, checkpoint.save)
+        save_checkpoint(run, checkpoint.save, checkpoint.ckpt_format)
     if reason is not None:
         print_rank_0(f" > exiting after iteration {run.state.iteration}: {reason}")
 
@@ -163,7 +165,7 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
             loss_scale=loss_scale,
             loss=loss,
             step=step,
-            params_norm=run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
+            params_norm=params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
         )
     )
 
