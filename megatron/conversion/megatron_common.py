@@ -8,6 +8,7 @@ from typing import Any
 from megatron.conversion.model_config import model_config
 from megatron.conversion.model_space import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
@@ -17,7 +18,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The run's arguments under our names. Raises CheckpointError where there are none."""
     if "args" not in common:
         raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
-    args = dict(vars(common["args"]))
+    args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
             args[ours] = args[theirs]
@@ -26,6 +27,13 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
     return args
+
+
+def _plain(value: Any) -> Any:
+    """Values as they are, but objects of Megatron-LM's own classes (its enums) as text: nobody else could load them."""
+    if isinstance(value, Placeholder):
+        return f"{type(value).__qualname__}{tuple(value.args)}"
+    return value
 
 
 def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
