@@ -288,8 +288,8 @@ class QwenWindow:
             args.setdefault("window_size", (window - 1, 0))
         else:
             raise ValueError(
-                f"config.json: layer_types {sorted(kinds)} with sliding_window = {window} and max_window_layers = {first} "
-                f"of {layers} layers : all layers must have the window, or none"
+                f"config.json: layer_types {sorted(kinds)} with sliding_window = {window}, max_window_layers = {first} "
+                f"of {layers} layers: all must have the window, or none"
             )
 
     def write(self, config: TransformerConfig) -> Json:

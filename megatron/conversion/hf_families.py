@@ -95,6 +95,10 @@ class Family:
         head = {"architectures": [self.architecture], "model_type": self.model_type}
         return head | write_config(config, COMMON_RULES + self.rules)
 
+    @property
+    def has_optional_biases(self) -> bool:
+        return any(isinstance(rule, Biases) for rule in self.rules)
+
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
         wanted = mathematics(config)
