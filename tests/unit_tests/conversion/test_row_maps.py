@@ -28,7 +28,7 @@ def test_both_directions(name: str) -> None:
     assert stored_rows(row_map) == [len(tensor) for tensor in stored]
 
     def read(source: int, first: int, count: int) -> torch.Tensor:
-        assert 0 <= first and count > 0 and first + count <= len(stored[source])
+        assert first >= 0 and count > 0 and first + count <= len(stored[source])
         return stored[source][first : first + count]
 
     for start in range(len(model)):
