@@ -50,7 +50,7 @@ def export_tokenizer(
     if tokenizer.is_dir():
         return _export_directory(tokenizer, directory, ids), []
     if tokenizer.is_file():
-        return _export_sentencepiece(tokenizer, directory), []
+        return _export_sentencepiece(tokenizer, directory)
     return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer-model"]
 
 
@@ -64,11 +64,24 @@ def _export_directory(tokenizer: Path, directory: Path, ids: dict[str, Any]) -> 
     return ids
 
 
-def _export_sentencepiece(model: Path, directory: Path) -> dict[str, Any]:
+_PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
+
+
+def _export_sentencepiece(model: Path, directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """LlamaTokenizer of transformers splits as SentencePiece does, if the model has no normalizer."""
     _copy(model, directory / "tokenizer.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ids = {"bos_token_id": processor.bos_id(), "eos_token_id": processor.eos_id(), "pad_token_id": processor.pad_id()}
-    return {name: value if value >= 0 else None for name, value in ids.items()}
+    ids = {name: value if value >= 0 else None for name, value in ids.items()}
+    plain, normalized = _PROBE.replace(" ", "\u2581"), processor.normalize(_PROBE)
+    if normalized not in (plain, "\u2581" + plain):
+        return ids, [
+            "tokenizer: transformers does not normalize as its SentencePiece model; use tokenizer.model itself"
+        ]
+    prefix = normalized != plain
+    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": prefix, "add_bos_token": False, "legacy": False}
+    write_json(directory / "tokenizer_config.json", config)
+    return ids, []
 
 
 def _export_bpe(vocab: Path, merges: Path, directory: Path, ids: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

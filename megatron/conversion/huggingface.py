@@ -13,7 +13,7 @@ from megatron.conversion.hf_families import Place, family_of
 from megatron.conversion.hf_sidecar import Sidecar
 from megatron.conversion.hf_tokenizer import tokenizer_arguments
 from megatron.conversion.model_config import WORD_EMBEDDINGS, mathematics, model_config, model_tensors
-from megatron.conversion.model_space import Shape, TensorInfo, TrainingState, optimizer_key, read_whole
+from megatron.conversion.model_space import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.row_maps import gather
 from megatron.conversion.weight_files import open_weights
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -149,7 +149,8 @@ class HuggingFaceSource:
         if config.untie_embeddings_and_output_weights or name not in self._files:
             return
         head = self._files[name].read(name, (0, 0), self._files[name].tensors[name].shape)
-        if not torch.equal(head, read_whole(self, WORD_EMBEDDINGS)):
+        embedding = self._read_parameter(self._places[WORD_EMBEDDINGS], (0, 0), self.tensors[WORD_EMBEDDINGS].shape)
+        if not torch.equal(head, embedding):
             raise ValueError(
                 f"{self._directory}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
                 "set tie_word_embeddings to false in config.json if the head counts"

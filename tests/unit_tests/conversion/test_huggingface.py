@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from distributed import DistributedPool
+from filled_model import model_logits, tensor_parallel_logits
 from reference_forward import reference_logits
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -44,8 +46,19 @@ def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 def test_golden_logits(name: str) -> None:
     """The model in model space computes the golden logits."""
     tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
-    found = reference_logits(HuggingFaceSource(GOLDEN / name), tokens)
-    assert_close(found.float(), torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-4, rtol=0)
+    expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
+    source = HuggingFaceSource(GOLDEN / name)
+    assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=0)
+    for stages in (1, 2):
+        assert_close(model_logits(source, tokens, stages), expected, atol=1e-4, rtol=0)
+
+
+def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> None:
+    for name in MODELS:
+        tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
+        expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
+        for found in pool.run(tensor_parallel_logits, 2, HuggingFaceSource(GOLDEN / name), tokens):
+            assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,6 +149,7 @@ def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
     source = HuggingFaceSource(original)
     expected = logits(original, tokens)
     assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=1e-5)
+    assert_close(model_logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
 
     write_huggingface(source, tmp_path / "out", HuggingFaceOptions(max_shard_size=70_000, workers=2))
     assert_same_tensors(stored_tensors(tmp_path / "out"), stored_tensors(original))
