@@ -170,7 +170,7 @@ def compare(source: Source, result: Source) -> int:
 
 
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
-    """The source's layout where the options say nothing; chunks and uneven stages go with the pipeline they belong to."""
+    """The source's layout where the options say nothing; chunks and uneven stages go with their pipeline."""
     pp = options.pipeline_parallel or args.get("pipeline_model_parallel_size") or 1
     same_pipeline = pp == (args.get("pipeline_model_parallel_size") or 1)
     vpp = options.virtual_pipeline_parallel

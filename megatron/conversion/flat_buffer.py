@@ -1,7 +1,7 @@
 """Megatron-LM's flat buffers of the distributed optimizer: which elements belong to which parameter.
 
-A buffer holds a chunk's parameters in reverse module order, each at a multiple of 64 elements, in buckets. Positions here
-are relative to the concatenation of the buckets without the padding at their ends, as the files have them.
+A buffer holds a chunk's parameters in reverse module order, each at a multiple of 64 elements, in buckets. Positions
+here are relative to the concatenation of the buckets without the padding at their ends, as the files have them.
 (Source: Megatron-LM core 0.12 to 0.20, checked against files of 0.16.1.)
 """
 

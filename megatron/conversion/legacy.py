@@ -42,16 +42,17 @@ class LegacySource:
         self.args = arguments(first, str(directory))
         layout = Layout.from_args(self.args)
         tp_size, pp_size = layout.parallel.tp_size, layout.parallel.pp_size
-        rows = _models(first)[0]["embedding.word_embeddings.weight"].shape[0] * tp_size
-        self.args["model_vocab_size"] = rows
-        self.config = stored_model(self.args, rows, self.description)
+        rows_per_rank = _models(first)[0]["embedding.word_embeddings.weight"].shape[0]
+        # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
+        vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * tp_size)
+        self.config = stored_model(self.args, vocab_size, self.description)
         self.unused: list[str] = []
         self._table = PieceTable()
         groups = param_groups(first.get("optimizer"))
         for tp, pp in layout.ranks:
             folder = directory / rank_directory(tp, pp, pp_size)
             content = first if (tp, pp) == (0, 0) else self._load(folder / MODEL_FILE)
-            chunks = rank_parameters(self.config, layout, tp, pp)
+            chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
             self._add_weights(content, chunks, folder)
             self._add_optimizer(content, chunks, folder, pp)
         self.training = training_state(first, self.args, groups)

@@ -24,8 +24,8 @@ _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "o
 def write_legacy(source: Source, directory: Path, layout: Layout, progress: Progress = no_progress) -> list[str]:
     """Write `directory` (an iteration) rank by rank; returns what could not be carried.
 
-    The memory of one rank's file is needed at a time: the format is one archive per rank. The optimizer is written as the
-    run had it: sharded (`distrib_optim.pt`) with the distributed optimizer, numbered states without.
+    The memory of one rank's file is needed at a time: the format is one archive per rank. The optimizer is written as
+    the run had it: sharded (`distrib_optim.pt`) with the distributed optimizer, numbered states without.
     Raises ValueError where the model cannot be split like that.
     """
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
@@ -54,6 +54,7 @@ def _target_args(source: Source, layout: Layout, divisible_by: int, vocab_size: 
         "pipeline_model_parallel_size": pp_size,
         "virtual_pipeline_model_parallel_size": vpp_size if vpp_size > 1 else None,
         "padded_vocab_size": rows,
+        "model_vocab_size": vocab_size,
     }
     return argparse.Namespace(**args)
 
@@ -118,7 +119,9 @@ def local_tensor(source: Source, key: str, parameter: LocalParameter) -> torch.T
     return local.view(parameter.shape)
 
 
-def _buffer(source: Source, args: dict[str, Any], parameters: list[LocalParameter], pp: int, chunk: int) -> dict[Any, Any]:
+def _buffer(
+    source: Source, args: dict[str, Any], parameters: list[LocalParameter], pp: int, chunk: int
+) -> dict[Any, Any]:
     """One chunk's flat optimizer state."""
     placed, sizes = plan_buckets(parameters, bucket_size_of(args, pp, chunk))
     states: dict[str, Any] = {}

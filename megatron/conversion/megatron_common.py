@@ -42,25 +42,28 @@ def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> Transf
     return model_config(known, vocab_size, where)
 
 
-def training_state(common: Mapping[str, Any], args: Mapping[str, Any], groups: list[dict[str, Any]] | None) -> TrainingState:
+def training_state(
+    common: Mapping[str, Any], args: Mapping[str, Any], groups: list[dict[str, Any]] | None
+) -> TrainingState:
     """`groups` are the optimizer's param groups, wherever the format keeps them."""
     return TrainingState(
         iteration=int(common.get("iteration", 0)),
         consumed_train_samples=int(args.get("consumed_train_samples") or 0),
         consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
         num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
-        param_groups=[plain_group(group) for group in groups] if groups else None,
+        param_groups=_ordered(groups) if groups else None,
         scheduler=common.get("opt_param_scheduler"),
         grad_scaler=_grad_scaler(common.get("optimizer")),
     )
 
 
-def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without the parameters; `step` is a number."""
-    plain = {name: value for name, value in group.items() if name != "params"}
-    if "step" in plain:
-        plain["step"] = int(plain["step"])
-    return plain
+def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups without their parameters, that with weight decay first (0.12 has them in either order)."""
+    plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    for group in plain:
+        if "step" in group:
+            group["step"] = int(group["step"])
+    return sorted(plain, key=lambda group: -group.get("wd_mult", 0.0))
 
 
 def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:

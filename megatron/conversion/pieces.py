@@ -85,5 +85,3 @@ def region_of_flat(read_flat: Callable[[int, int], torch.Tensor], start: int, sh
         return rows[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], extent[1:], strict=True)))]
 
     return read
-
-

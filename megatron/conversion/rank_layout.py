@@ -28,7 +28,9 @@ class Layout:
     stages: tuple[tuple[range, ...], ...]
 
     @classmethod
-    def of(cls, num_layers: int, tp: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None) -> Layout:
+    def of(
+        cls, num_layers: int, tp: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+    ) -> Layout:
         """Raises ValueError where the layers cannot be split like that."""
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)

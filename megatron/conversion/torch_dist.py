@@ -83,7 +83,9 @@ class TorchDistSource:
             target = optimizer_key(state, own) if state else own
             if original is None:
                 shape = stored.shape[len(lead) :]
-                self._table.add(target, TensorInfo(shape, stored.dtype), Piece((0,) * len(shape), shape, self._region(key, lead)))
+                self._table.add(
+                    target, TensorInfo(shape, stored.dtype), Piece((0,) * len(shape), shape, self._region(key, lead))
+                )
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
 
@@ -110,7 +112,11 @@ class TorchDistSource:
 
     def _add_buckets(self) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
-        buckets = {tuple(map(int, m.groups()[:3])) + (m[4],): key for key in self._reader.metadata.tensors if (m := _BUCKET.fullmatch(key))}
+        buckets = {
+            tuple(map(int, m.groups()[:3])) + (m[4],): key
+            for key in self._reader.metadata.tensors
+            if (m := _BUCKET.fullmatch(key))
+        }
         layout = Layout.from_args(self.args)
         for group, (tp, pp) in enumerate(layout.ranks):
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
@@ -163,4 +169,6 @@ class TorchDistSource:
 
 def _is_known_object(key: str) -> bool:
     """Objects that carry nothing to convert, or that are read elsewhere."""
-    return "_extra_state/" in key or key.startswith(("rng_state/", "optimizer.distributed.", "common_state/", "rerun_state"))
+    return "_extra_state/" in key or key.startswith(
+        ("rng_state/", "optimizer.distributed.", "common_state/", "rerun_state")
+    )

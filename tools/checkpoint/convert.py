@@ -28,7 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model")
+    parser.add_argument(
+        "--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model"
+    )
     parser.add_argument("--save-dir", type=Path, required=True, help="where the result goes; must not exist")
     parser.add_argument("--loader", choices=["auto", *READERS], default="auto", help="format of the source")
     parser.add_argument("--saver", choices=[*WRITERS], required=True, help="format of the result")

@@ -19,14 +19,18 @@ LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
 
 def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
     source = random_source({**args, **changes})
-    source.args |= {"make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    source.args |= {
+        "make_vocab_size_divisible_by": 8,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
     write_torch_dist(source, root / "iter_0000007")
     write_tracker(root, 7)
     return source
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("source_format,target_format", itertools.product(FORMATS, FORMATS))
+@pytest.mark.parametrize("source_format,target_format", list(itertools.product(FORMATS, FORMATS)))
 def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, target_format, args):
     source = first_checkpoint(tmp_path / "run", args)
     convert(tmp_path / "run", tmp_path / "a", source_format, options=Options(optim_sidecar=True))
@@ -41,7 +45,12 @@ def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, targe
 def test_chain_through_all_formats_and_back(tmp_path, bf16):
     source = first_checkpoint(tmp_path / "0", bf16=bf16)
     for step, saver in enumerate(["legacy", "hf", "torch_dist", "hf", "legacy", "torch_dist"]):
-        convert(tmp_path / f"{step}", tmp_path / f"{step + 1}", saver, options=LAYOUT if step % 2 else Options(optim_sidecar=True))
+        convert(
+            tmp_path / f"{step}",
+            tmp_path / f"{step + 1}",
+            saver,
+            options=LAYOUT if step % 2 else Options(optim_sidecar=True),
+        )
     assert compare(source, open_checkpoint(tmp_path / "6")) == len(source.tensors)
 
 
