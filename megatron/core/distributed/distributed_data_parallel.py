@@ -125,6 +125,7 @@ class DistributedDataParallel(MegatronModule):
 
     def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
         """Runs after each backward pass through `param`."""
+        assert bucket.params_complete, "a parameter was used before it was gathered: its module was not called"
         if param.grad is not None:
             param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None

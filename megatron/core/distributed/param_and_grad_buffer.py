@@ -72,6 +72,11 @@ class Bucket:
             self._grad_work.wait()
             self._grad_work = None
 
+    @property
+    def params_complete(self) -> bool:
+        """No gather is under way."""
+        return self._param_work is None
+
     def start_param_gather(self) -> None:
         """Fill `param_data` with the `param_shard` of every rank."""
         if not self._sharded:

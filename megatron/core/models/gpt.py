@@ -88,6 +88,4 @@ class GPTModel(MegatronModule):
         if weight is None:
             assert self.embedding is not None
             weight = self.embedding.word_embeddings.weight
-        if labels is None:
-            return self.output_layer.logits(hidden_states, weight)
-        return self.output_layer.loss(hidden_states, labels, weight)
+        return self.output_layer(hidden_states, weight, labels)
