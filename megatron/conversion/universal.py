@@ -13,7 +13,7 @@ from megatron.conversion.model_config import WORD_EMBEDDINGS, flag_name, model_c
 from megatron.conversion.model_space import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.row_maps import RowMap, as_is, gather, qkv_blocks
 from megatron.conversion.universal_files import UniversalFiles
-from megatron.conversion.universal_run import lost_state, read_args, read_training
+from megatron.conversion.universal_run import lost_state, read_training
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 QKV_LAYOUTS = ("groups", "tp-blocks")
@@ -34,8 +34,8 @@ class UniversalSource:
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         given = dict(args or {})
-        told = read_args(files.arguments, self.description) if files.arguments else {}
-        self.args: dict[str, Any] = _implied(files, told | given) | told | given
+        told = files.arguments | given
+        self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, given), self.description)
         self.args |= resolved(config)
         self.tensors = _tensors(files, config)

@@ -15,6 +15,7 @@ import torch
 
 from megatron.conversion.model_space import Shape
 from megatron.conversion.universal_names import model_space_names
+from megatron.conversion.universal_run import read_args
 from megatron.core.dist_checkpointing.safe_unpickle import safe_load
 
 LATEST = "latest_universal"
@@ -48,7 +49,8 @@ class UniversalFiles:
         if not states:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
         self.state: dict[str, Any] = dict(safe_load(states[0]))
-        self.arguments: dict[str, Any] = vars(self.state["args"]) if "args" in self.state else {}
+        namespace = vars(self.state.pop("args")) if "args" in self.state else {}
+        self.arguments = read_args(namespace, self.description) if namespace else {}
         folders = sorted(path.name for path in (found / ZERO).iterdir() if path.is_dir())
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
         self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}

@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _IN_LAYER = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
+    "self_attention.q_layernorm.": "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.": "self_attention.k_layernorm.",
     "self_attention.linear_proj.": "self_attention.dense.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",

@@ -7,6 +7,7 @@ missing, and a few of their options are no model of ours.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,24 @@ _RENAMED_SCHEDULE = {
     "decay_steps": "lr_decay_steps",
     "decay_style": "lr_decay_style",
 }
+_RUN = (  # arguments of a run that are worth a place in their files
+    "seq_length",
+    "global_batch_size",
+    "micro_batch_size",
+    "train_iters",
+    "train_samples",
+    "seed",
+    "lr",
+    "min_lr",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "weight_decay",
+    "clip_grad",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "tokenizer_model",
+)
 _SCHEDULE = (
     "max_lr",
     "lr_warmup_steps",
@@ -53,12 +72,11 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
             raise ValueError(f"{description} was trained with {name} = {namespace[name]!r}, which is not supported")
     args = {_RENAMED.get(name, name): value for name, value in namespace.items() if _is_plain(value)}
     args["position_embedding_type"] = _position_type(namespace)
-    args["normalization"] = _NORMS[args.get("normalization", "layernorm")]
+    normalization = args.get("normalization", "layernorm")
+    args["normalization"] = _NORMS.get(normalization, normalization)
     if args.get("num_key_value_heads") is not None:
         args["num_query_groups"] = args["num_key_value_heads"]
         args["group_query_attention"] = args["num_query_groups"] != args.get("num_attention_heads")
-    if not args.get("use_rotary_position_embeddings", True):
-        args.pop("rotary_base", None)
     return args
 
 
@@ -79,57 +97,45 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
     return "learned_absolute" if namespace.get("add_position_embedding", True) else "none"
 
 
-def write_args(config: TransformerConfig, args: Mapping[str, Any], training: TrainingState) -> argparse.Namespace:
-    """What Megatron-DeepSpeed reads from a checkpoint's arguments: the shape of the model and the consumed samples.
+def write_args(
+    config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
+) -> argparse.Namespace:
+    """The model under our names and under theirs, and the consumed samples: without these their data starts over.
 
-    Without the samples its data would start over.
+    `blocks` of q, k and v are marked as their writers mark them.
     """
     rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
-    names = {ours: theirs for theirs, ours in _NORMS.items()}
-    run = (
-        "seq_length",
-        "global_batch_size",
-        "micro_batch_size",
-        "train_iters",
-        "train_samples",
-        "seed",
-        "lr",
-        "min_lr",
-    )
-    run += ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad", "make_vocab_size_divisible_by")
-    return argparse.Namespace(
-        **{name: args[name] for name in run if name in args},
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.query_groups,
-        kv_channels=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        add_position_embedding=learned,
-        use_rotary_position_embeddings=rope,
-        position_embedding_type=config.position_embedding_type,
-        rope_theta=config.rotary_base,
-        rotary_percent=config.rotary_percent,
-        normalization=names[config.normalization],
-        layernorm_epsilon=config.norm_epsilon,
-        embed_layernorm=config.embedding_layernorm,
-        swiglu=config.swiglu,
-        bias_gelu_fusion=config.bias_gelu_fusion,
-        openai_gelu=config.openai_gelu,
-        add_bias_linear=config.add_bias_linear,
-        untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        init_method_std=config.init_method_std,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        iteration=training.iteration,
-        consumed_train_samples=training.consumed_train_samples,
-        consumed_valid_samples=training.consumed_valid_samples,
-    )
+    theirs: dict[str, Any] = {
+        "num_key_value_heads": config.query_groups,
+        "add_position_embedding": learned,
+        "use_rotary_position_embeddings": rope,
+        "rope_theta": config.rotary_base,
+        "normalization": {ours: theirs for theirs, ours in _NORMS.items()}[config.normalization],
+        "layernorm_epsilon": config.norm_epsilon,
+        "embed_layernorm": config.embedding_layernorm,
+        "tensor_model_parallel_size": blocks or 1,
+        "pipeline_model_parallel_size": 1,
+        "iteration": training.iteration,
+        "consumed_train_samples": training.consumed_train_samples,
+        "consumed_valid_samples": training.consumed_valid_samples,
+    }
+    if blocks:
+        theirs["ds_sequence_parallel_fpdt"] = False
+    run = {name: args[name] for name in _RUN if name in args}
+    return argparse.Namespace(**{**run, **dataclasses.asdict(config), **theirs})
+
+
+def foreign_parts(config: TransformerConfig) -> list[str]:
+    """What of the model their programs lack: the files hold it, but only a reader that knows it computes the same."""
+    parts = {
+        "window_size": config.window_size is not None,
+        "use_rope_scaling": config.use_rope_scaling,
+        "qk_layernorm": config.qk_layernorm,
+        "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
+    }
+    return [
+        f"{name}: Megatron-DeepSpeed has no such model; other readers need to know" for name in parts if parts[name]
+    ]
 
 
 def read_training(
@@ -137,10 +143,13 @@ def read_training(
 ) -> TrainingState:
     """From a model-state file, `optimizer_state.pt` (BLOOM-era directories have none) and the Adam step."""
     scheduler = _read_scheduler(state.get("lr_scheduler"), args)
+    operations = "num_floating_point_operations_so_far"
     return TrainingState(
         iteration=int(state.get("iteration") or state["global_steps"]),
         consumed_train_samples=int(args.get("consumed_train_samples") or state.get("global_samples") or 0),
         consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
+        num_floating_point_operations_so_far=float(state.get(operations) or 0.0),
+        grad_scaler=state.get("grad_scaler"),
         param_groups=_read_groups(optimizer, scheduler, step, args),
         scheduler=scheduler,
     )
@@ -161,6 +170,8 @@ def _read_groups(
     optimizer: Mapping[str, Any] | None, scheduler: Mapping[str, Any] | None, step: int, args: Mapping[str, Any]
 ) -> list[dict[str, Any]] | None:
     """Megatron-LM's two groups, with and without weight decay (BigScience's fork splits the first in two)."""
+    if optimizer is None and "lr" not in args:
+        return None
     groups = list(optimizer["param_groups"]) if optimizer is not None else []
     decayed = [group for group in groups if group.get("wd_mult", 1.0) and group.get("weight_decay")]
     undecayed = [group for group in groups if group not in decayed]
@@ -182,7 +193,7 @@ def _read_groups(
                 "lr_mult": group.get("lr_mult", 1.0),
                 "max_lr": schedule.get("max_lr", args.get("lr")),
                 "min_lr": schedule.get("min_lr", args.get("min_lr")),
-                "lr": group["lr"],
+                "lr": group.get("lr"),
                 "bias_correction": True,
                 "betas": tuple(group["betas"]),
                 "eps": group["eps"],
@@ -206,6 +217,18 @@ def write_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
                 group |= {name: known[name] for name in kept if known.get(name) is not None}
         result.append(group | {"params": [number]})
     return result
+
+
+def write_scheduler(training: TrainingState, tokens: int, bigscience: bool) -> dict[str, Any] | None:
+    """Megatron's schedule with the token counts of its descendants; BigScience's fork has older names."""
+    if training.scheduler is None:
+        return None
+    state = {name: training.scheduler[name] for name in _SCHEDULE if name in training.scheduler}
+    if bigscience:
+        old = {new: name for name, new in _RENAMED_SCHEDULE.items()}
+        state = {old.get(name, name): value for name, value in state.items()}
+        return state | {"warmup_tokens": 0, "num_tokens": tokens}
+    return state | {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
 
 
 def lost_state(state: Mapping[str, Any]) -> list[str]:
