@@ -173,7 +173,7 @@ class HuggingFaceSource:
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "
                 f"optimizer state in {sidecar.directory} is not this model's: give --no-load-optim, or remove it"
             )
-        self.args |= sidecar.args | given
+        self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
         self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
         self.tensors |= sidecar.tensors
