@@ -1,0 +1,53 @@
+"""Distributed checkpoints of named global tensors, independent of the layout that wrote them.
+
+Saving is four verbs: plan (once), stage, write, finalize; `save` runs them in a row, `AsyncSaver` the last two behind
+training. Loading fills any other tiling of the same tensors in place. Files are plain DCP, so that
+`torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
+"""
+
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save
+from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
+from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
+from megatron.core.dist_checkpointing.mapping import (
+    Box,
+    Shape,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    flat_range_boxes,
+    map_keys,
+)
+from megatron.core.dist_checkpointing.metadata import CheckpointMetadata, StoredChunk, StoredTensor
+from megatron.core.dist_checkpointing.reader import Reader, Request, read_metadata
+from megatron.core.dist_checkpointing.safe_unpickle import safe_load
+
+__all__ = [
+    "AsyncSaver",
+    "Box",
+    "CheckpointError",
+    "CheckpointMetadata",
+    "LoadReport",
+    "Reader",
+    "Request",
+    "SaveHandle",
+    "SaveReport",
+    "Shape",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "StoredChunk",
+    "StoredTensor",
+    "UnsafePickleError",
+    "clean_up",
+    "flat_range_boxes",
+    "is_complete",
+    "load",
+    "load_common",
+    "map_keys",
+    "read_metadata",
+    "read_tracker",
+    "safe_load",
+    "save",
+    "write_tracker",
+]

@@ -1,0 +1,96 @@
+"""The few collectives that planning and loading need; with one process and no process group they do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Coordination:
+    """Rank and size in `group`; rank 0 coordinates. A gloo group keeps pickled objects off the device."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Coordination:
+        """`None` is the default group, or a single process if torch.distributed is not initialized."""
+        if group is None and not dist.is_initialized():
+            return cls(None, 0, 1)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def all_true(self, value: bool) -> bool:
+        """Whether `value` is true on every rank: one all-reduce of one number."""
+        if self.size == 1:
+            return value
+        flag = torch.tensor([int(value)], dtype=torch.int32, device=self._device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(flag.item())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def map_at_coordinator(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
+        """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is raised everywhere."""
+        values = self._gather(value)
+        results: list[Any] | None = None
+        if self.is_coordinator:
+            assert values is not None
+            try:
+                results = function(values)
+            except CheckpointError as error:
+                results = [error] * self.size
+        result = self._scatter(results)
+        if isinstance(result, CheckpointError):
+            raise result
+        return result
+
+    def raise_together(self, error: Exception | None) -> None:
+        """If any rank has an error, raise on all ranks, naming the ranks; otherwise return on all."""
+        texts = self.all_gather(None if error is None else f"{error}")
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if not failed:
+            return
+        if self.size == 1 and error is not None:
+            raise error
+        reasons = dict.fromkeys(failed.values())  # distinct, in order
+        by_reason = [(reason, [rank for rank, text in failed.items() if text == reason]) for reason in reasons]
+        message = "\n".join(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason)
+        raise CheckpointError(message) from error
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size if self.is_coordinator else None
+        dist.gather_object(value, values, dst=self._global_rank(0), group=self.group)
+        return values
+
+    def _scatter(self, values: list[Any] | None) -> Any:
+        if self.size == 1:
+            assert values is not None
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values, src=self._global_rank(0), group=self.group)
+        return received[0]
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")

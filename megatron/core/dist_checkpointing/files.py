@@ -1,0 +1,139 @@
+"""Durable files: temp file, fsync, rename, fsync of the directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = ".metadata"
+METADATA_JSON = "metadata.json"
+COMMON = "common.pt"
+CHECKSUMS = "checksums.json"
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_PENDING, _REPLACED = ".saving-", ".replaced-"
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make created, renamed and removed names in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """`path` has either its old content or all of the new one, whenever the machine stops."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
+    """Name the latest checkpoint of `save_directory`; to be called when it is committed, never before."""
+    write_durably(Path(save_directory) / TRACKER, str(iteration).encode())
+
+
+def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
+    """The iteration that the tracker names, "release", or None without a tracker. A garbled one is a ValueError."""
+    path = Path(save_directory) / TRACKER
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if text == "release":
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(
+            f"{path}: {text[:40]!r} is neither an iteration nor 'release'. Write the iteration to load into it, or "
+            "remove it so that the newest complete checkpoint is taken."
+        )
+    return int(text)
+
+
+def is_complete(directory: str | os.PathLike[str]) -> bool:
+    """Whether `directory` holds a committed torch_dist checkpoint (its files are not looked into)."""
+    path = Path(directory)
+    return (path / METADATA).is_file() and (path / METADATA_JSON).is_file()
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or None without the file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not intact JSON: {error}") from error
+
+
+def pending_directory(directory: Path, save_id: str) -> Path:
+    """Where the checkpoint grows before it gets its name by one rename."""
+    return directory.with_name(f"{_PENDING}{directory.name}-{save_id}")
+
+
+def put_in_place(pending: Path, directory: Path) -> None:
+    """Rename the finished `pending` to `directory`; a checkpoint that was there is removed afterwards."""
+    old = None
+    if directory.exists():
+        old = directory.with_name(f"{_REPLACED}{directory.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(directory, old)
+    os.rename(pending, directory)
+    fsync_directory(directory.parent)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
+    """Remove what crashed saves left in `save_directory`; returns the removed names. No save may be running.
+
+    A crash in the moment between the two renames that replace a checkpoint left the old one under another name: it gets
+    its name back.
+    """
+    root, removed = Path(save_directory), []
+    if not root.is_dir():
+        return []
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(_REPLACED):
+            original = path.with_name(path.name.removeprefix(_REPLACED))
+            if not original.exists():
+                os.rename(path, original)
+                fsync_directory(root)
+                continue
+        elif not path.name.startswith(_PENDING):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        removed.append(path.name)
+    return removed
+
+
+def check_free_space(directory: Path, needed: int) -> None:
+    """Raises OSError(ENOSPC) when the file system of `directory` has less than `needed` bytes left for us."""
+    usage = os.statvfs(directory)
+    free = usage.f_bavail * usage.f_frsize
+    if usage.f_blocks and free < needed:
+        text = f"No space left: the checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+        raise OSError(errno.ENOSPC, text, str(directory))

@@ -1,0 +1,159 @@
+"""The plan: every element written once, bytes level, conflicts named."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.planner import (
+    LocalSpec,
+    TensorSpec,
+    _level,
+    describe,
+    find_fault,
+    make_plan,
+)
+
+
+def spec(*tensors, objects=()):
+    return LocalSpec(
+        tuple(TensorSpec(key, shape, torch.float32, tuple(boxes)) for key, shape, boxes in tensors), objects
+    )
+
+
+def cells(offset, shape):
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(offset, shape, strict=True))))
+
+
+def random_tiling(rng, offset, shape):
+    """Cut a box recursively at random places."""
+    axis = rng.randrange(len(shape))
+    if shape[axis] < 2 or rng.random() < 0.25:
+        return [(offset, shape)]
+    cut = rng.randrange(1, shape[axis])
+    upper = tuple(o + cut * (i == axis) for i, o in enumerate(offset))
+    first = tuple(cut if i == axis else n for i, n in enumerate(shape))
+    second = tuple(n - cut * (i == axis) for i, n in enumerate(shape))
+    return random_tiling(rng, offset, first) + random_tiling(rng, upper, second)
+
+
+def brute_force_is_tiling(shape, boxes):
+    counts = dict.fromkeys(cells((0,) * len(shape), shape), 0)
+    for offset, extent in boxes:
+        for cell in cells(offset, extent):
+            counts[cell] += 1
+    return {cell: count for cell, count in counts.items() if count != 1}
+
+
+def test_find_fault_equals_counting_every_element():
+    rng = random.Random(0)
+    faulty = 0
+    for _ in range(400):
+        shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
+        boxes = random_tiling(rng, (0,) * len(shape), shape)
+        for _ in range(rng.randrange(3)):  # damage: drop, double, move or shrink a box
+            kind, index = rng.randrange(4), rng.randrange(len(boxes))
+            offset, extent = boxes[index]
+            if kind == 0 and len(boxes) > 1:
+                boxes.pop(index)
+            elif kind == 1:
+                boxes.append(boxes[index])
+            elif kind == 2 and offset[0] > 0:
+                boxes[index] = ((offset[0] - 1, *offset[1:]), extent)
+            elif kind == 3 and extent[0] > 1:
+                boxes[index] = (offset, (extent[0] - 1, *extent[1:]))
+        wrong, fault = brute_force_is_tiling(shape, boxes), find_fault(shape, boxes)
+        assert (fault is None) == (not wrong), (shape, boxes, fault)
+        if wrong:
+            faulty += 1
+            first = min(wrong)
+            assert str(first) in fault and ("no rank" in fault) == (wrong[first] == 0)
+    assert faulty > 100
+
+
+def test_scalars_and_empty_tensors_are_tiled():
+    assert find_fault((), [((), ())]) is None
+    assert "no rank" in find_fault((), [])
+    assert find_fault((0, 4), [((0, 0), (0, 4))]) is None
+
+
+@pytest.mark.parametrize("loads", [[0, 0, 0], [5, 1, 9], [100, 0, 0, 7]])
+@pytest.mark.parametrize("total", [0, 1, 10, 1000])
+def test_level_is_water_filling(loads, total):
+    expected = list(loads)
+    for _ in range(total):
+        expected[expected.index(min(expected))] += 1
+    result = [load + share for load, share in zip(loads, _level(loads, total), strict=True)]
+    assert sorted(result) == sorted(expected)
+    assert all(new >= old for new, old in zip(result, loads, strict=True))
+
+
+def written(plans):
+    """Key -> all boxes of all plans."""
+    boxes = {}
+    for plan in plans:
+        for item in plan.items:
+            boxes.setdefault(item.key, []).append((item.offset, item.shape))
+    return boxes
+
+
+@pytest.mark.parametrize("fully_parallel", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
+    shapes = {"w": (1000, 64), "e": (5000, 32), "b": (64,), "n": (1, 333, 32)}
+    mine = spec(*((key, shape, [((0,) * len(shape), shape)]) for key, shape in shapes.items()), objects=("rng",))
+    plans = make_plan([mine] * size, fully_parallel)
+    for key, boxes in written(plans).items():
+        assert find_fault(shapes[key], boxes) is None
+    loads = [plan.nbytes for plan in plans]
+    if fully_parallel:
+        assert max(loads) <= 1.1 * sum(loads) / size
+    else:
+        assert loads[1:] == [0] * (size - 1)
+    assert [key for plan in plans for key in plan.objects] == ["rng"]
+
+
+def test_shares_level_out_what_ranks_write_alone():
+    """Rank 0 holds a large optimizer shard of its own, so the others take the replicated weights."""
+    weight = ("w", (600, 100), [((0, 0), (600, 100))])
+    plans = make_plan([spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)])
+    loads = [plan.nbytes for plan in plans]
+    assert max(loads) <= 1.1 * sum(loads) / 3
+    assert loads[0] == 120_000 and [item.key for item in plans[0].items] == ["o"]
+
+
+def test_split_tensors_stay_with_their_owners():
+    halves = [spec(("w", (8, 4), [((4 * rank, 0), (4, 4))])) for rank in range(2)]
+    plans = make_plan(halves)
+    assert [[item.offset for item in plan.items] for plan in plans] == [[(0, 0)], [(4, 0)]]
+
+
+def test_every_conflict_is_named():
+    whole = ((0, 0), (8, 4))
+    good = spec(("w", (8, 4), [whole]))
+    with pytest.raises(CheckpointError, match=r"w: \(8, 4\) torch.float32 on rank 0, \(8, 5\) torch.float32 on rank 1"):
+        make_plan([good, spec(("w", (8, 5), [((0, 0), (8, 5))]))])
+    half = LocalSpec((TensorSpec("w", (8, 4), torch.bfloat16, (whole,)),), ())
+    with pytest.raises(CheckpointError, match="torch.float32 on rank 0.*torch.bfloat16 on rank 1"):
+        make_plan([good, half])
+    with pytest.raises(CheckpointError, match=r"w \(8, 4\): element \(4, 0\) is held by no rank"):
+        make_plan([spec(("w", (8, 4), [((0, 0), (4, 4))]))] * 2)
+    with pytest.raises(CheckpointError, match=r"different boxes overlap at \(0, 0\)"):
+        make_plan([good, spec(("w", (8, 4), [((0, 0), (4, 4))]))])
+    with pytest.raises(CheckpointError, match="an object on rank 1, a tensor on rank 0"):
+        make_plan([good, spec(objects=("w",))])
+
+
+def test_describe_checks_the_local_state():
+    tensor = torch.zeros(4, 2)
+    with pytest.raises(CheckpointError, match="does not lie in"):
+        describe({"w": ShardedTensor("w", (5, 2), tensor.dtype, (Box((2, 0), tensor),))})
+    with pytest.raises(CheckpointError, match="a box is torch.float32, the tensor torch.bfloat16"):
+        describe({"w": ShardedTensor("w", (4, 2), torch.bfloat16, (Box((0, 0), tensor),))})
+    with pytest.raises(CheckpointError, match="same key: w"):
+        describe({"a": ShardedTensor.replicated("w", tensor), "b": ShardedObject("w", 1)})
+    with pytest.raises(CheckpointError, match="neither ShardedTensor nor ShardedObject"):
+        describe({"w": tensor})
