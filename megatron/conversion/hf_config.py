@@ -21,7 +21,8 @@ REQUIRED = object()  # a field without a default: it defines the model
 class Rule(Protocol):
     """Some fields of config.json and the arguments that say the same."""
 
-    fields: tuple[str, ...]
+    @property
+    def fields(self) -> tuple[str, ...]: ...
 
     def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
         """Add to `args` what `hf` says; arguments that are there already were given by the user and stay."""

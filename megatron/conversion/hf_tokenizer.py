@@ -71,8 +71,8 @@ def _export_sentencepiece(model: Path, directory: Path) -> tuple[dict[str, Any],
     """LlamaTokenizer of transformers splits as SentencePiece does, if the model has no normalizer."""
     _copy(model, directory / "tokenizer.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    ids = {"bos_token_id": processor.bos_id(), "eos_token_id": processor.eos_id(), "pad_token_id": processor.pad_id()}
-    ids = {name: value if value >= 0 else None for name, value in ids.items()}
+    numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
+    ids = {name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)}
     plain, normalized = _PROBE.replace(" ", "\u2581"), processor.normalize(_PROBE)
     if normalized not in (plain, "\u2581" + plain):
         return ids, [

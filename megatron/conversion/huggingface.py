@@ -12,7 +12,7 @@ from megatron.conversion.files import read_json
 from megatron.conversion.hf_families import Place, family_of
 from megatron.conversion.hf_sidecar import Sidecar
 from megatron.conversion.hf_tokenizer import tokenizer_arguments
-from megatron.conversion.model_config import WORD_EMBEDDINGS, mathematics, model_config, model_tensors
+from megatron.conversion.model_config import WORD_EMBEDDINGS, mathematics, model_config, model_tensors, resolved
 from megatron.conversion.model_space import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.row_maps import gather
 from megatron.conversion.weight_files import open_weights
@@ -60,7 +60,8 @@ class HuggingFaceSource:
         self.tensors: dict[str, TensorInfo] = self._parameters(config)
         self._check_tied(config)
         self.unused = sorted(set(self._files) - {self._stored(n) for p in self._places.values() for n in p.names})
-        self.args |= self._precision() | {"hf_model_type": family.model_type} | tokenizer_arguments(directory, self._hf)
+        self.args |= resolved(config) | self._precision() | {"hf_model_type": family.model_type}
+        self.args |= tokenizer_arguments(directory, self._hf) | given
         self._sidecar = Sidecar.open(directory) if use_sidecar else None
         self.training: TrainingState | None = None
         if self._sidecar is not None:
@@ -172,7 +173,7 @@ class HuggingFaceSource:
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "
                 f"optimizer state in {sidecar.directory} is not this model's: give --no-load-optim, or remove it"
             )
-        self.args |= sidecar.args | given
+        self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
         self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
         self.tensors |= sidecar.tensors

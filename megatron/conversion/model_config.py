@@ -32,6 +32,16 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     return TransformerConfig(**{**known, "vocab_size": vocab_size})
 
 
+def resolved(config: TransformerConfig) -> dict[str, Any]:
+    """The arguments whose defaults follow from others, as the model has them."""
+    return {
+        "ffn_hidden_size": config.ffn_size,
+        "kv_channels": config.head_dim,
+        "num_query_groups": config.query_groups,
+        "group_query_attention": config.query_groups != config.num_attention_heads,
+    }
+
+
 def mathematics(config: TransformerConfig) -> dict[str, Any]:
     """What the model computes, without the spelling: two configurations that compute the same are equal here."""
     rope = config.position_embedding_type == "rope"

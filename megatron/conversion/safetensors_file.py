@@ -98,7 +98,7 @@ class SafetensorsFile:
             part.copy_(block[(slice(None), *columns)])
 
     def _fill(self, file: BinaryIO, tensor: torch.Tensor, position: int) -> None:
-        view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        view = tensor.view(-1).view(torch.uint8).numpy().data
         file.seek(position)
         while view:
             count = file.readinto(view)  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         expected, info = next(iter(self._pending.items()))
         assert name == expected and tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, (name, expected)
-        self._write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        self._write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         del self._pending[name]
 
     def _write(self, view: memoryview) -> None:
