@@ -19,6 +19,7 @@ from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.rank_layout import Layout
 from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.universal_writer import UniversalOptions, write_universal
 from megatron.core.dist_checkpointing import write_tracker
 
 _VERIFY_BYTES = 64 << 20
@@ -64,7 +65,17 @@ def _write_huggingface(source: Source, root: Path, options: Options, progress: P
     return write_huggingface(source, root, chosen, progress)
 
 
-WRITERS: dict[str, Writer] = {"torch_dist": _write_torch_dist, "legacy": _write_legacy, "hf": _write_huggingface}
+def _write_universal(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    chosen = UniversalOptions(vocab_size=options.vocab_size, workers=options.workers)
+    return write_universal(source, root, chosen, progress)
+
+
+WRITERS: dict[str, Writer] = {
+    "torch_dist": _write_torch_dist,
+    "legacy": _write_legacy,
+    "hf": _write_huggingface,
+    "universal": _write_universal,
+}
 
 
 @dataclass(frozen=True)
@@ -130,13 +141,14 @@ class Changed:
         self.description, self.unused = source.description, source.unused
         self.args = dict(source.args)
         self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         for key, info in source.tensors.items():
             is_state = key.startswith("optimizer.state.")
             if is_state and not options.optimizer:
                 continue
             cast = options.dtype is not None and not is_state
-            self.tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
+            tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
+        self.tensors: Mapping[str, TensorInfo] = tensors
         if options.dtype is not None:
             self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
             self.args["params_dtype"] = options.dtype

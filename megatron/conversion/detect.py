@@ -10,6 +10,8 @@ from megatron.conversion.huggingface import HuggingFaceSource, is_huggingface
 from megatron.conversion.legacy import LegacySource, is_legacy
 from megatron.conversion.model_space import Source
 from megatron.conversion.torch_dist import TorchDistSource
+from megatron.conversion.universal import UniversalSource
+from megatron.conversion.universal_files import find_universal
 from megatron.core.dist_checkpointing import read_tracker
 
 
@@ -24,6 +26,7 @@ READERS: dict[str, tuple[Callable[[Path], bool], Opener]] = {
     "torch_dist": (is_torch_dist, lambda directory, given: TorchDistSource(directory)),
     "legacy": (is_legacy, lambda directory, given: LegacySource(directory)),
     "hf": (is_huggingface, lambda directory, given: HuggingFaceSource(directory, given)),
+    "universal": (lambda directory: find_universal(directory) is not None, UniversalSource),
 }
 
 

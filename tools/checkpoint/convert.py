@@ -1,4 +1,4 @@
-"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face; optimizer included where both can hold it.
+"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face, DeepSpeed universal; with the optimizer.
 
     python tools/checkpoint/convert.py --saver hf --load-dir run/checkpoints --save-dir model
     python tools/checkpoint/convert.py --saver legacy --load-dir run/checkpoints --save-dir old \\
