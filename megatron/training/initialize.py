@@ -110,6 +110,26 @@ def errors_explained_once() -> Iterator[None]:
         sys.exit(1)
 
 
+class LostRankError(RuntimeError):
+    """This rank waited for another one in vain."""
+
+
+@contextmanager
+def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
+    """Turn the failure of a collective into a message that says what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
+            raise
+        raise LostRankError(
+            f"rank {ps.rank} of {ps.world_size} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank}) stops: another "
+            f"rank has died, or did not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
+            f"first error of the other ranks ({text.splitlines()[0]})"
+        ) from error
+
+
 def print_rank_0(message: str) -> None:
     if environment_rank() == 0:
         print(message, flush=True)

@@ -98,7 +98,8 @@ class Run:
         """The iteration at which the run is complete."""
         training = self.config.training
         if training.train_samples is not None:
-            return self.batches.iterations_for(training.train_samples)
+            state = self.state  # earlier iterations may have had another batch size
+            return state.iteration + self.batches.iterations_for(training.train_samples, state.consumed_train_samples)
         return training.train_iters or 0
 
     @property
