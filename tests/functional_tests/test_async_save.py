@@ -1,0 +1,67 @@
+"""A checkpoint written behind training is, bit for bit, the one that training would have waited for."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from training_harness import LAYOUTS, LLAMA, assert_same_bits, train, whole
+
+from megatron.core.dist_checkpointing import Reader, is_complete
+
+SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    reader = Reader(directory, verify=True)
+    return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
+
+
+@pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2_interleaved"])
+def test_every_asynchronous_checkpoint_is_the_synchronous_one(pool, tmp_path, layout):
+    world_size, flags = LAYOUTS[layout]
+    pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'sync'}")
+    pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'async'} --async-save --dist-ckpt-workers 1")
+    for iteration in (2, 4, 6, 8):
+        name = f"iter_{iteration:07d}"
+        assert_same_bits(stored(tmp_path / "sync" / name), stored(tmp_path / "async" / name))
+    assert (tmp_path / "async/latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_resuming_from_an_asynchronous_checkpoint_is_bitwise_the_uninterrupted_run(pool, tmp_path):
+    world_size, flags = LAYOUTS["dp2_distributed_optimizer"]
+    flags = f"{SAVING} {flags} --async-save --ckpt-assume-constant-structure "
+    expected = whole(pool.run(train, world_size, flags))
+    pool.run(train, world_size, f"{flags} --exit-interval 5 --save {tmp_path} --load {tmp_path}")
+    assert is_complete(tmp_path / "iter_0000005")
+    assert_same_bits(whole(pool.run(train, world_size, f"{flags} --save {tmp_path} --load {tmp_path}")), expected)
+
+
+def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
+    pool.run(train, 2, f"{SAVING} --save {tmp_path} --no-ckpt-fully-parallel-save --dist-ckpt-workers 1")
+    assert sorted(path.name for path in (tmp_path / "iter_0000008").glob("__1_*")) in ([], ["__1_1.distcp"])
+
+
+@pytest.mark.parametrize("mode", ["", "--async-save"])
+def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
+    """A file stands where the checkpoint of iteration 4 should go."""
+    blocker = tmp_path / "iter_0000004"
+    blocker.write_text("not a directory")
+    outcomes = pool.run(train, 2, f"{SAVING} --save {tmp_path} {mode}")
+    assert outcomes[0].iteration == 8
+    assert blocker.read_text() == "not a directory"
+    assert is_complete(tmp_path / "iter_0000008")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_exit_on_save_failure(pool, tmp_path):
+    (tmp_path / "iter_0000004").write_text("not a directory")
+    with pytest.raises(ValueError, match="iter_0000004 was not saved"):
+        pool.run(train, 2, f"{SAVING} --save {tmp_path} --exit-on-save-failure")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_files_can_be_read_by_others(pool, tmp_path):
+    pool.run(train, 1, f"{SAVING} --save {tmp_path}")
+    for path in (tmp_path / "iter_0000008").iterdir():
+        assert path.stat().st_mode & (stat.S_IRUSR | stat.S_IRGRP) == stat.S_IRUSR | stat.S_IRGRP
