@@ -44,21 +44,17 @@ def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
-    """A file stands where the checkpoint of iteration 4 should go."""
-    blocker = tmp_path / "iter_0000004"
-    blocker.write_text("not a directory")
-    outcomes = pool.run(train, 2, f"{SAVING} --save {tmp_path} {mode}")
+    """No directory can be made below a file."""
+    (tmp_path / "file").write_text("precious")
+    outcomes = pool.run(train, 2, f"{SAVING} --save {tmp_path / 'file/checkpoints'} {mode}")
     assert outcomes[0].iteration == 8
-    assert blocker.read_text() == "not a directory"
-    assert is_complete(tmp_path / "iter_0000008")
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_exit_on_save_failure(pool, tmp_path):
-    (tmp_path / "iter_0000004").write_text("not a directory")
-    with pytest.raises(ValueError, match="iter_0000004 was not saved"):
-        pool.run(train, 2, f"{SAVING} --save {tmp_path} --exit-on-save-failure")
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ValueError, match=r"iter_0000002 was not saved: .*Not a directory"):
+        pool.run(train, 2, f"{SAVING} --save {tmp_path / 'file/checkpoints'} --exit-on-save-failure")
 
 
 def test_files_can_be_read_by_others(pool, tmp_path):
