@@ -18,7 +18,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 
-_WAIT_FOR_RANK_0 = 30.0  # seconds in which the launcher ends the other ranks after rank 0 has explained and exited
+_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
 
 def environment_rank() -> int:
@@ -97,9 +97,10 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 @contextmanager
 def errors_explained_once() -> Iterator[None]:
-    """A ValueError ends the process with one message: rank 0 prints it, the others only leave.
+    """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
-    They leave late: a launcher that sees one process fail kills the rest, and rank 0 must have spoken by then.
+    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error is
+    theirs alone.
     """
     try:
         yield
@@ -107,7 +108,7 @@ def errors_explained_once() -> Iterator[None]:
         if environment_rank() == 0:
             sys.exit(f"error: {error}")
         time.sleep(_WAIT_FOR_RANK_0)
-        sys.exit(1)
+        sys.exit(f"error on rank {environment_rank()}: {error}")
 
 
 class LostRankError(RuntimeError):
