@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.detect import Hints, open_checkpoint
 from megatron.conversion.files import Progress, no_progress, sync_tree
 from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.rank_layout import Layout
 from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.universal_writer import UniversalOptions, write_universal
 from megatron.core.dist_checkpointing import write_tracker
 
 _VERIFY_BYTES = 64 << 20
@@ -38,6 +39,8 @@ class Options:
     max_shard_size: int = 5 * 10**9
     optim_sidecar: bool = False
     workers: int = 1
+    universal_style: str | None = None
+    qkv_blocks: bool = False
 
 
 Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what could not be carried
@@ -64,7 +67,19 @@ def _write_huggingface(source: Source, root: Path, options: Options, progress: P
     return write_huggingface(source, root, chosen, progress)
 
 
-WRITERS: dict[str, Writer] = {"torch_dist": _write_torch_dist, "legacy": _write_legacy, "hf": _write_huggingface}
+def _write_universal(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+    blocks = tensor_parallel if options.qkv_blocks else None
+    chosen = UniversalOptions(options.universal_style, blocks, options.vocab_size, options.workers)
+    return write_universal(source, root, chosen, progress)
+
+
+WRITERS: dict[str, Writer] = {
+    "torch_dist": _write_torch_dist,
+    "legacy": _write_legacy,
+    "hf": _write_huggingface,
+    "universal": _write_universal,
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ def convert(
     saver: str,
     loader: str = "auto",
     step: int | None = None,
-    given: Mapping[str, Any] | None = None,
+    hints: Hints | None = None,
     options: Options | None = None,
     overwrite: bool = False,
     verify: bool = False,
@@ -97,7 +112,7 @@ def convert(
     unreadable source, and for a target that cannot hold the model; nothing is left behind then.
     """
     options = options or Options()
-    source = open_checkpoint(load_dir, loader, step, given)
+    source = open_checkpoint(load_dir, loader, step, hints)
     if save_dir.exists() and any(save_dir.iterdir()) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
