@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron.conversion.flat_buffer import Placed, bucket_size_of, plan_buckets
 from megatron.conversion.megatron_common import arguments, param_groups, stored_model, training_state
-from megatron.conversion.model_space import OPTIMIZER_STATES, TensorInfo, optimizer_key
+from megatron.conversion.model_space import OPTIMIZER_STATES, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.pieces import Piece, PieceTable, region_of, region_of_flat
 from megatron.conversion.rank_layout import Layout, LocalParameter, rank_parameters
 from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_load
@@ -55,7 +56,7 @@ class LegacySource:
             chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
             self._add_weights(content, chunks, folder)
             self._add_optimizer(content, chunks, folder, pp)
-        self.training = training_state(first, self.args, groups)
+        self.training: TrainingState | None = training_state(first, self.args, groups)
         self.training.rng = {"rng_state": first.get("rng_state")}
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
 
@@ -129,7 +130,7 @@ class LegacySource:
             info = TensorInfo(parameter.global_shape, flat.dtype)
             first = sum(sizes[:bucket]) + start
             for box in parameter.boxes:
-                region = region_of_flat(lambda a, n, flat=flat: flat[a : a + n], first + box.start, box.shape)
+                region = region_of_flat(partial(flat.narrow, 0), first + box.start, box.shape)
                 self._table.add(optimizer_key(state, parameter.key), info, Piece(box.offset, box.shape, region))
 
     def _add_states(
@@ -157,7 +158,7 @@ class LegacySource:
 def _models(content: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     if "model" in content:
         return [content["model"]]
-    models = []
+    models: list[dict[str, torch.Tensor]] = []
     while f"model{len(models)}" in content:
         models.append(content[f"model{len(models)}"])
     return models

@@ -114,7 +114,7 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
             entries[param].key,
             tuple(param.shape),
             entries[param].global_shape,
-            tuple(LocalBox(b.offset, b.shape, b.tensor.storage_offset()) for b in entries[param].boxes),
+            tuple(LocalBox(b.offset, b.shape, int(b.tensor.storage_offset())) for b in entries[param].boxes),
             param_info(param).shared_embedding,
         )
         for name, param in model.named_parameters()

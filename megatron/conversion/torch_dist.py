@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from megatron.conversion.flat_buffer import fit_buckets
 from megatron.conversion.megatron_common import arguments, param_groups, stored_model, training_state
 from megatron.conversion.model_config import WORD_EMBEDDINGS, model_tensors
-from megatron.conversion.model_space import OPTIMIZER_STATES, Shape, TensorInfo, optimizer_key
+from megatron.conversion.model_space import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.pieces import Piece, PieceTable, region_of_flat
 from megatron.conversion.rank_layout import Layout, rank_parameters
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
@@ -58,7 +59,7 @@ class TorchDistSource:
             self._add_buckets()
             groups = groups or self._groups_of_buckets()
         self._add_implied_main_parameters()
-        self.training = training_state(common, self.args, groups)
+        self.training: TrainingState | None = training_state(common, self.args, groups)
         self.training.rng = {key: location for key, location in stored.objects.items() if key.startswith("rng_state/")}
         self.tensors = self._table.tensors
         self._check_model(directory)
@@ -121,7 +122,7 @@ class TorchDistSource:
         for group, (tp, pp) in enumerate(layout.ranks):
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
                 where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-                sizes = []
+                sizes: list[int] = []
                 while (group, chunk, len(sizes), "param") in buckets:
                     sizes.append(self._reader.metadata.tensors[buckets[group, chunk, len(sizes), "param"]].shape[0])
                 for placed in fit_buckets(parameters, sizes, where):
@@ -148,7 +149,7 @@ class TorchDistSource:
             main = optimizer_key("param", key)
             has_moments = optimizer_key("exp_avg", key) in self._table.tensors
             if has_moments and main not in self._table.tensors and info.dtype == torch.float32:
-                whole = Piece((0,) * len(info.shape), info.shape, lambda o, s, key=key: self._table.read(key, o, s))
+                whole = Piece((0,) * len(info.shape), info.shape, partial(self._table.read, key))
                 self._table.add(main, info, whole)
 
     def _check_model(self, directory: Path) -> None:
