@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class TorchDistSource:
         self._add_implied_main_parameters()
         self.training: TrainingState | None = training_state(common, self.args, groups)
         self.training.rng = {key: location for key, location in stored.objects.items() if key.startswith("rng_state/")}
-        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        self.tensors = self._table.tensors
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -149,8 +149,8 @@ class TorchDistSource:
             main = optimizer_key("param", key)
             has_moments = optimizer_key("exp_avg", key) in self._table.tensors
             if has_moments and main not in self._table.tensors and info.dtype == torch.float32:
-                region = partial(self._table.read, key)
-                self._table.add(main, info, Piece((0,) * len(info.shape), info.shape, region))
+                whole = Piece((0,) * len(info.shape), info.shape, partial(self._table.read, key))
+                self._table.add(main, info, whole)
 
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""

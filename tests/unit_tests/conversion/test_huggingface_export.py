@@ -96,7 +96,7 @@ def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     assert torch.equal(weights["lm_head.weight"], source.values["output_layer.weight"][:67])
     assert torch.equal(weights["model.embed_tokens.weight"], source.values[WORD_EMBEDDINGS][:67])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
-    with pytest.raises(ValueError, match="--vocab-size 97 is more than the 96 rows"):
+    with pytest.raises(ValueError, match="--true-vocab-size 97 is more than the 96 rows"):
         write_huggingface(source, tmp_path / "more", HuggingFaceOptions(vocab_size=97))
 
 
