@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 
 _WAIT_FOR_RANK_0 = 30.0  # seconds in which the launcher ends the other ranks after rank 0 has explained and exited
@@ -80,17 +81,18 @@ def num_threads(config: DistributedConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def seed_everything(seed: int, state: ParallelState, iteration: int = 0) -> None:
+def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, iteration: int = 0) -> None:
     """Seed Python, NumPy and PyTorch as a function of seed, place in the run and iteration.
 
     Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations
-    outside the tensor-parallel regions and must drop the same elements. Inside, the RNG tracker takes over.
+    outside the tensor-parallel regions and must drop the same elements. Inside, `rng` takes over.
     """
     place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp.rank])
     value = int(place.generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
+    rng.set_state(TensorParallelRng(value, state.tp.rank, rng.device).get_state())
 
 
 @contextmanager
@@ -106,6 +108,26 @@ def errors_explained_once() -> Iterator[None]:
             sys.exit(f"error: {error}")
         time.sleep(_WAIT_FOR_RANK_0)
         sys.exit(1)
+
+
+class LostRankError(RuntimeError):
+    """This rank waited for another one in vain."""
+
+
+@contextmanager
+def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
+    """Turn the failure of a collective into a message that says what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
+            raise
+        raise LostRankError(
+            f"rank {ps.rank} of {ps.world_size} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank}) stops: another "
+            f"rank has died, or did not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
+            f"first error of the other ranks ({text.splitlines()[0]})"
+        ) from error
 
 
 def print_rank_0(message: str) -> None:

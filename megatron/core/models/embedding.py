@@ -125,8 +125,10 @@ class OutputLayer(MegatronModule):
         shape = (rows, config.hidden_size)
         self.weight = make_parameter(shape, config.params_dtype, device, info) if own_weight else None
 
-    def loss(self, hidden_states: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-        """Loss per token `[b, s]` fp32."""
+    def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+        """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""
+        if labels is None:
+            return self._logits(hidden_states, weight)
         losses = linear_cross_entropy(
             hidden_states,
             weight,
@@ -137,7 +139,7 @@ class OutputLayer(MegatronModule):
         )
         return losses.t()
 
-    def logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+    def _logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
         """Logits of the real vocabulary `[b, s, vocab]` in the model's dtype, whole on every TP rank."""
         enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
         partial = F.linear(enter(hidden_states, self.tp), weight)

@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if tp.size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
         total, predicted = _exponentials(logits, largest, rows)
-        predicted.mul_(mine)
+        predicted.masked_fill_(~mine, 0.0)  # a rank with nothing but padding has only -inf to offer
         if tp.size > 1:
             sums = torch.stack((total, predicted))
             total, predicted = start_all_reduce(sums, tp).wait().unbind()

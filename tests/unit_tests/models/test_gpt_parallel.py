@@ -41,7 +41,7 @@ GPT2 = {
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
 
 
-def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, **changes):
+def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, multiple=4, **changes):
     config = TransformerConfig(**{**MODELS[name], **changes})
     model = GPTModel(
         config,
@@ -50,7 +50,7 @@ def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, *
         post_process=post,
         tp=ps.tp,
         sequence_parallel=sequence_parallel,
-        make_vocab_size_divisible_by=4,
+        make_vocab_size_divisible_by=multiple,
         rng=TensorParallelRng(11, ps.tp.rank),
     )
     model.initialize(seed=3)
@@ -103,9 +103,9 @@ def test_initial_weights_do_not_depend_on_the_layout(name, tp, pp):
     assert all(torch.equal(got[key], expected[key]) for key in expected)
 
 
-def loss_and_gradients(rank, world_size, name, tp, sequence_parallel):
+def loss_and_gradients(rank, world_size, name, tp, sequence_parallel, multiple=4):
     ps = ParallelState.create(ParallelConfig(tp, 1)) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
-    model = build(name, ps, sequence_parallel=sequence_parallel)
+    model = build(name, ps, sequence_parallel=sequence_parallel, multiple=multiple)
     tokens, positions, labels = batch()
     logits = model(tokens, positions).detach()
     loss = model(tokens, positions, labels=labels)
@@ -118,9 +118,10 @@ def loss_and_gradients(rank, world_size, name, tp, sequence_parallel):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_equals_dense(pool, name, sequence_parallel):
+@pytest.mark.parametrize("multiple", [4, 64])  # with 64, all rows of the second rank are padding
+def test_tensor_parallel_equals_dense(pool, name, sequence_parallel, multiple):
     expected_loss, expected_logits, expected = loss_and_gradients(0, 1, name, 1, False)
-    results = pool.run(loss_and_gradients, 2, name, 2, sequence_parallel)
+    results = pool.run(loss_and_gradients, 2, name, 2, sequence_parallel, multiple)
     for loss, logits, _ in results:
         torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(logits, expected_logits, atol=1e-6, rtol=1e-6)

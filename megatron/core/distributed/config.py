@@ -1,0 +1,49 @@
+"""Options of data parallelism. Field names are Megatron-LM's argument names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.utils import flag
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """How gradients are reduced and parameters gathered over the data-parallel axis."""
+
+    use_distributed_optimizer: bool = flag(False)
+    """Shard main parameters and optimizer state over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = flag(False)
+    """Reduce each bucket of gradients while the backward pass goes on."""
+    overlap_param_gather: bool = flag(False)
+    """Gather each bucket of updated parameters while the next forward pass goes on; needs the distributed optimizer."""
+    ddp_bucket_size: int | None = flag(None)
+    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else no limit."""
+    ddp_num_buckets: int | None = flag(None)
+    """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
+
+    def __post_init__(self) -> None:
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "--overlap-param-gather needs --use-distributed-optimizer: without it every rank updates all of its "
+                "parameters and there is nothing to gather"
+            )
+        if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
+            raise ValueError(
+                f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets {self.ddp_num_buckets} exclude "
+                "each other: give one of them"
+            )
+        for name in ("ddp_bucket_size", "ddp_num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+
+    def bucket_size(self, num_elements: int, dp_size: int) -> int:
+        """Elements after which a bucket of a chunk of `num_elements` is closed."""
+        if self.ddp_bucket_size is not None:
+            return self.ddp_bucket_size
+        if self.ddp_num_buckets is not None:
+            return max(1, num_elements // self.ddp_num_buckets)
+        if self.overlap_grad_reduce or self.overlap_param_gather:
+            return max(40_000_000, 1_000_000 * dp_size)  # large enough for the bandwidth of many ranks
+        return max(1, num_elements)

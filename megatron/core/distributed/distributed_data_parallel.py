@@ -1,0 +1,184 @@
+"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.distributed.config import DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from megatron.core.module import MegatronModule
+from megatron.core.parallel_state import Axis
+
+
+class DistributedDataParallel(MegatronModule):
+    """Gradients are accumulated in fp32 in `param.main_grad` and summed over `dp` after the last microbatch.
+
+    An iteration::
+
+        chunk.zero_grad_buffer()
+        with chunk.no_sync():                   # all microbatches but the last
+            forward, backward, ...
+        forward, backward                       # the last; with overlap_grad_reduce reductions start as buckets fill
+        finalize_model_grads([chunk], ps)       # the rest of the reductions; waits for them
+        optimizer.step()                        # ends in start_param_sync
+        (or zero_grad_buffer, run_schedule with before_last_backward setting `require_sync`, finalize_model_grads, step)
+
+    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A backward pass that
+    adds a parameter's gradient into `main_grad` itself returns None for it.
+    """
+
+    def __init__(self, module: MegatronModule, config: DistributedDataParallelConfig, dp: Axis) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.dp = dp
+        self.shard = dp if config.use_distributed_optimizer else Axis()
+        self.require_sync = True  # False: more microbatches follow
+        self.grad_divisor: float | torch.Tensor = float(dp.size)
+        self.flat_buffers = _make_buffers(module, config, dp, self.shard)
+        self.buckets = [bucket for buffer in self.flat_buffers for bucket in buffer.buckets]
+        self._next_bucket = 0  # the first bucket whose reduction has not started
+        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._grad_accumulators = self._register_grad_hooks(bucket_of)
+        if config.overlap_param_gather:
+            self._register_gather_hooks(bucket_of)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        """That of the wrapped module, under its own keys, once its parameters are complete."""
+        self.finish_param_sync()
+        return self.module.sharded_state_dict(prefix)
+
+    def zero_grad_buffer(self) -> None:
+        """Start an iteration."""
+        for buffer in self.flat_buffers:
+            buffer.grad_data.zero_()
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.params)
+        self._next_bucket = 0
+        self.grad_divisor = float(self.dp.size)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are not the last of the iteration."""
+        self.require_sync = False
+        try:
+            yield
+        finally:
+            self.require_sync = True
+
+    def start_grad_sync(self) -> None:
+        """Start the reductions that have not started yet."""
+        while self._next_bucket < len(self.buckets):
+            self._start_next_bucket()
+
+    def finish_grad_sync(self) -> None:
+        """Wait until `grad_shard` of every bucket holds the sum over DP."""
+        self.start_grad_sync()
+        for bucket in self.buckets:
+            bucket.finish_grad_reduce()
+
+    def start_param_sync(self) -> None:
+        """Gather the updated shards in the order of the forward pass; waits for them only without overlap."""
+        for bucket in reversed(self.buckets):
+            bucket.start_param_gather()
+        if not self.config.overlap_param_gather:
+            self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Wait until every parameter is complete; call before reading parameters outside of `forward`."""
+        for bucket in self.buckets:
+            bucket.finish_param_gather()
+
+    def _register_gather_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> None:
+        """Wait for a unit's parameters before its `forward`, and for all that is left after the last layer.
+
+        (The output matrix is used without a call of the module that has it.)
+        """
+        for unit, recurse in forward_units(self.module):
+            used = {bucket_of[param] for param in unit.parameters(recurse) if param in bucket_of}
+            if used:
+                unit.register_forward_pre_hook(partial(_wait_for_params, used))
+        for last_layer in list(outermost_layers(self.module))[-1:]:
+            last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
+
+    def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
+        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, be it None.
+
+        The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
+        """
+        nodes: list[Node] = []
+        for param, bucket in bucket_of.items():
+            nodes.append(get_gradient_edge(param).node)
+            nodes[-1].register_hook(partial(self._accumulate_grad, param, bucket))
+        return nodes
+
+    def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
+        """Runs after each backward pass through `param`."""
+        assert bucket.params_complete, "a parameter was used before it was gathered: its module was not called"
+        if param.grad is not None:
+            param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            param.grad = None
+        if self.require_sync and self.config.overlap_grad_reduce:
+            assert param in bucket.missing, "a parameter got a second gradient after it was counted as complete"
+            bucket.missing.remove(param)
+            # In one order on all ranks, whatever the order in which their backward passes complete the buckets.
+            while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
+                self._start_next_bucket()
+
+    def _start_next_bucket(self) -> None:
+        self.buckets[self._next_bucket].start_grad_reduce()
+        self._next_bucket += 1
+
+
+def outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the lists in `module` that are in no other list."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else outermost_layers(child)
+
+
+def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules that wait for their parameters before `forward`, as (module, with those of its children).
+
+    These are the outermost layers and, beside them, the largest modules without layers. A unit may use the parameters
+    of its children without calling them.
+    """
+    if not any(True for _ in outermost_layers(module)):
+        yield module, True
+        return
+    yield module, False
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((layer, True) for layer in child)
+        else:
+            yield from forward_units(child)
+
+
+def _make_buffers(
+    module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, shard: Axis
+) -> list[ParamAndGradBuffer]:
+    """One buffer for the parameters of each dtype."""
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            by_dtype.setdefault(param.dtype, []).append((name, param))
+    buffers = []
+    for named_params in by_dtype.values():
+        bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), dp.size)
+        buffers.append(ParamAndGradBuffer(named_params, bucket_size, dp, shard))
+    return buffers
+
+
+def _wait_for_params(buckets: Iterable[Bucket], *_: Any) -> None:
+    for bucket in buckets:
+        bucket.finish_param_gather()

@@ -1,0 +1,132 @@
+"""Contiguous memory for parameters and gradients, cut into buckets that are reduced and gathered in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.buffer_plan import BucketPlan, ParamSpec, intersect, plan_buffer, ranges_of
+from megatron.core.module import ParamInfo, param_info
+from megatron.core.parallel_state import Axis
+from megatron.core.utils import all_gather_into_tensor, even_range, reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter's elements `[param_start, param_start + stop - start)` are `[start, stop)` of a shard."""
+
+    param: nn.Parameter
+    info: ParamInfo
+    param_start: int
+    start: int
+    stop: int
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, and this rank's shard of them.
+
+    `shard` is the data-parallel axis with the distributed optimizer and an axis of size 1 without: then the shard is
+    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a `finish_`.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[nn.Parameter],
+        param_data: torch.Tensor,
+        grad_data: torch.Tensor,
+        dp: Axis,
+        shard: Axis,
+    ) -> None:
+        self.plan = plan
+        self.params = tuple(params)  # in the order of plan.spans
+        self.param_data = param_data
+        self.grad_data = grad_data
+        self.shard_start, self.shard_stop = even_range(plan.numel, shard.rank, shard.size)
+        self.param_shard = param_data[self.shard_start : self.shard_stop]
+        self.grad_shard = grad_data[self.shard_start : self.shard_stop]
+        self.missing = set(self.params)  # parameters whose gradient of the last microbatch has not arrived
+        self._dp = dp
+        self._sharded = shard.size > 1
+        self._grad_work: dist.Work | None = None
+        self._param_work: dist.Work | None = None
+
+    def start_grad_reduce(self) -> None:
+        """Sum the gradients over DP; afterwards only `grad_shard` is valid."""
+        if self._dp.size == 1:
+            return
+        assert self._dp.group is not None and self._grad_work is None
+        if self._sharded:
+            self._grad_work = reduce_scatter_tensor(
+                self.grad_shard, self.grad_data, group=self._dp.group, async_op=True
+            )
+        else:
+            self._grad_work = dist.all_reduce(self.grad_data, group=self._dp.group, async_op=True)
+
+    def finish_grad_reduce(self) -> None:
+        if self._grad_work is not None:
+            self._grad_work.wait()
+            self._grad_work = None
+
+    @property
+    def params_complete(self) -> bool:
+        """No gather is under way."""
+        return self._param_work is None
+
+    def start_param_gather(self) -> None:
+        """Fill `param_data` with the `param_shard` of every rank."""
+        if not self._sharded:
+            return
+        assert self._dp.group is not None and self._param_work is None
+        self._param_work = all_gather_into_tensor(
+            self.param_data, self.param_shard, group=self._dp.group, async_op=True
+        )
+
+    def finish_param_gather(self) -> None:
+        if self._param_work is not None:
+            self._param_work.wait()
+            self._param_work = None
+
+    def grad_ranges(self, keep: Callable[[ParamInfo], bool]) -> list[torch.Tensor]:
+        """Views of `grad_shard` that cover the parameters that satisfy `keep`, as few as can be."""
+        ranges = intersect(ranges_of(self.plan, keep), self.shard_start, self.shard_stop)
+        return [self.grad_shard[start:stop] for start, stop in ranges]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The parameters, or parts of them, that lie in this rank's shard."""
+        for span, param in zip(self.plan.spans, self.params, strict=True):
+            for start, stop in intersect([(span.start, span.stop)], self.shard_start, self.shard_stop):
+                yield Piece(param, span.spec.info, self.shard_start + start - span.start, start, stop)
+
+
+class ParamAndGradBuffer:
+    """One contiguous parameter buffer and one fp32 gradient buffer for the parameters of one dtype.
+
+    Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its place in the gradient
+    buffer. Gradients are fp32 whatever the dtype: bf16 would drop small gradients over many microbatches.
+    """
+
+    def __init__(
+        self, named_params: Sequence[tuple[str, nn.Parameter]], bucket_size: int, dp: Axis, shard: Axis
+    ) -> None:
+        by_name = dict(named_params)
+        specs = [ParamSpec(name, tuple(param.shape), param_info(param)) for name, param in named_params]
+        plans = plan_buffer(specs, bucket_size, shard.size)
+        first = named_params[0][1]
+        numel = plans[-1].stop
+        self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.grad_data = torch.zeros(numel, dtype=torch.float32, device=first.device)
+        self.buckets: list[Bucket] = []
+        for plan in plans:
+            params = [by_name[span.spec.name] for span in plan.spans]
+            param_data, grad_data = (data[plan.start : plan.stop] for data in (self.param_data, self.grad_data))
+            for span, param in zip(plan.spans, params, strict=True):
+                view = param_data[span.start : span.stop].view(span.spec.shape)
+                view.copy_(param.detach())
+                param.data = view
+                param.main_grad = grad_data[span.start : span.stop].view(span.spec.shape)  # type: ignore[attr-defined]
+            self.buckets.append(Bucket(plan, params, param_data, grad_data, dp, shard))

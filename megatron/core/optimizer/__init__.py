@@ -1,0 +1,15 @@
+"""Mixed-precision optimizer over flat shards, gradient clipping, loss scaling, and schedules."""
+
+from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
+from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
+
+__all__ = [
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "Schedule",
+    "SchedulerConfig",
+    "StepResult",
+    "make_schedule",
+]

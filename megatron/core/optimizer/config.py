@@ -1,0 +1,147 @@
+"""Options of the optimizer and of its schedules. Field names and defaults are Megatron-LM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.utils import flag
+
+
+@dataclass
+class OptimizerConfig:
+    """The update rule, clipping, and loss scaling."""
+
+    optimizer: str = flag("adam", choices=("adam", "sgd"))
+    """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the gradient."""
+    lr: float | None = flag(None)
+    """Highest learning rate of the schedule."""
+    min_lr: float = flag(0.0)
+    """Learning rate at and after the end of the decay."""
+    decoupled_lr: float | None = flag(None)
+    """Highest learning rate of the word embedding and the output layer, when it differs."""
+    decoupled_min_lr: float | None = flag(None)
+    """Their learning rate at the end of the decay. Default: 0."""
+    weight_decay: float = flag(0.01)
+    """Weight decay of matrices and embeddings; biases and norms have none."""
+    start_weight_decay: float | None = flag(None)
+    """First weight decay, with --weight-decay-incr-style other than constant."""
+    end_weight_decay: float | None = flag(None)
+    """Last weight decay, with --weight-decay-incr-style other than constant."""
+    weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
+    """How weight decay goes from its first to its last value over the run."""
+    adam_beta1: float = flag(0.9)
+    """Decay of the running mean of the gradient."""
+    adam_beta2: float = flag(0.999)
+    """Decay of the running mean of its square."""
+    adam_eps: float = flag(1e-8)
+    """Added to the denominator of Adam."""
+    sgd_momentum: float = flag(0.9)
+    """Momentum of SGD."""
+    clip_grad: float = flag(1.0)
+    """Global norm to which larger gradients are scaled down; 0 turns clipping off."""
+    loss_scale: float | None = flag(None)
+    """Fixed loss scale, best a power of 2. Default: a dynamic one with --fp16, else 1."""
+    initial_loss_scale: float = flag(2.0**32)
+    """First dynamic loss scale."""
+    min_loss_scale: float = flag(1.0)
+    """Smallest dynamic loss scale."""
+    loss_scale_window: int = flag(1000)
+    """Iterations without overflow after which the dynamic loss scale is doubled."""
+    hysteresis: int = flag(2)
+    """The dynamic loss scale is halved from this overflow on, counted since it last grew."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight_decay", "clip_grad", "sgd_momentum", "adam_eps", "lr", "min_lr"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        if self.lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} must not be larger than --lr {self.lr}")
+        if not 0 <= (self.decoupled_min_lr or 0.0) <= (self.decoupled_lr or 0.0):
+            raise ValueError(
+                f"--decoupled-min-lr {self.decoupled_min_lr} must lie between 0 and --decoupled-lr {self.decoupled_lr}"
+            )
+        if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
+            raise ValueError(f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} must be in [0, 1)")
+        self._check_loss_scale()
+        self._check_weight_decay_schedule()
+
+    def _check_loss_scale(self) -> None:
+        if self.loss_scale is not None and self.loss_scale <= 0:
+            raise ValueError(f"--loss-scale must be positive, got {self.loss_scale}")
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} must be positive and at most "
+                f"--initial-loss-scale {self.initial_loss_scale}"
+            )
+        if min(self.loss_scale_window, self.hysteresis) < 1:
+            raise ValueError(
+                f"--loss-scale-window {self.loss_scale_window} and --hysteresis {self.hysteresis} must be positive"
+            )
+
+    def _check_weight_decay_schedule(self) -> None:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            if start is not None or end is not None:
+                raise ValueError(
+                    f"--start-weight-decay {start} and --end-weight-decay {end} need --weight-decay-incr-style "
+                    "linear or cosine; for a constant one give --weight-decay"
+                )
+        elif start is None or end is None or not 0 <= start <= end:
+            raise ValueError(
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs 0 <= --start-weight-decay <= "
+                f"--end-weight-decay, got {start} and {end}"
+            )
+
+    @property
+    def weight_decay_range(self) -> tuple[float, float]:
+        """First and last weight decay."""
+        if self.start_weight_decay is None or self.end_weight_decay is None:
+            return self.weight_decay, self.weight_decay
+        return self.start_weight_decay, self.end_weight_decay
+
+
+@dataclass
+class SchedulerConfig:
+    """The course of the learning rate, in iterations (with --train-iters) or samples (with --train-samples)."""
+
+    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    """Shape of the decay after the warm-up; WSD is warm-up, stable, decay (Hu et al. 2024)."""
+    lr_decay_iters: int | None = flag(None)
+    """Iterations until --min-lr is reached. Default: --train-iters."""
+    lr_decay_samples: int | None = flag(None)
+    """Samples until --min-lr is reached. Default: --train-samples."""
+    lr_warmup_fraction: float | None = flag(None)
+    """Fraction of the decay length over which the learning rate rises linearly, in place of the two below."""
+    lr_warmup_iters: int = flag(0)
+    """Iterations over which the learning rate rises linearly."""
+    lr_warmup_samples: int = flag(0)
+    """Samples over which the learning rate rises linearly."""
+    lr_warmup_init: float = flag(0.0)
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    """Shape of the decay phase of WSD."""
+    lr_wsd_decay_iters: int | None = flag(None)
+    """Iterations of the decay phase of WSD, the last of the schedule."""
+    lr_wsd_decay_samples: int | None = flag(None)
+    """Samples of the decay phase of WSD, the last of the schedule."""
+    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
+    """On resume, take the schedule from the flags, whatever the checkpoint says."""
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
+    )
+    """On resume, take the schedule from the checkpoint, whatever the flags say."""
+
+    def __post_init__(self) -> None:
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+            )
+        if self.lr_warmup_fraction is not None:
+            if not 0 <= self.lr_warmup_fraction < 1:
+                raise ValueError(f"--lr-warmup-fraction must be in [0, 1), got {self.lr_warmup_fraction}")
+            if self.lr_warmup_iters or self.lr_warmup_samples:
+                raise ValueError(
+                    f"--lr-warmup-fraction {self.lr_warmup_fraction} excludes --lr-warmup-iters "
+                    f"{self.lr_warmup_iters} and --lr-warmup-samples {self.lr_warmup_samples}"
+                )

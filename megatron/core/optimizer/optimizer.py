@@ -1,0 +1,234 @@
+"""The optimizer of mixed-precision, sharded training: a few flat fp32 tensors and one fused step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.module import ParamInfo
+from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.flat_shard import make_shard, make_torch_optimizer
+from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.parallel_state import Axis, ParallelState
+
+logger = logging.getLogger(__name__)
+
+# Entries of a param group that are hyperparameters, as Megatron-LM stores them.
+_HYPERPARAMETERS = (
+    "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "lr", "betas", "eps", "momentum", "weight_decay",
+)  # fmt: skip
+_CONSTANTS = {"is_expert_parallel": False, "default_config": True, "bias_correction": True}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device; nothing waits for the device until they are read."""
+
+    grad_norm: torch.Tensor
+    """Norm of the gradient of the global batch before clipping."""
+    skipped: torch.Tensor
+    """True when the norm was not finite: then parameters and state are as they were before the step."""
+    num_zeros: torch.Tensor | None
+    """Zeros in the gradient, padding of the vocabulary included, if they were to be counted."""
+
+
+class MegatronOptimizer:
+    """AdamW or SGD on the fp32 main parameters of this rank's shards, for any precision, sharded or not.
+
+    The shard axis is that of `chunks`: the data-parallel one with the distributed optimizer, else one of size 1. A step
+    with a gradient that is not finite changes nothing, in any precision. Norm, clipping and that decision stay on the
+    device; only dynamic loss scaling waits for it.
+
+    To resume, fill the tensors of `sharded_state_dict`, then call `load_state_dict`. After loading the model's weights
+    alone, call `reload_model_params`.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, ps: ParallelState) -> None:
+        self.chunks = tuple(chunks)
+        self.config = config
+        self.shards = [make_shard(bucket, config) for chunk in chunks for bucket in chunk.buckets]
+        self.device = self.shards[0].param.device
+        fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
+        self.grad_scaler = make_grad_scaler(config, fp16)
+        self._optimizer = make_torch_optimizer(self.shards, config)
+        self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
+        self._counted_grads, self._num_gaps = self._find_counted_grads(ps.tp)
+        self._copy_from_model()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters by group; the scheduler writes `lr` and `weight_decay`."""
+        return self._optimizer.param_groups
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss has to be multiplied by before backward."""
+        return self.grad_scaler.scale
+
+    @torch.no_grad()
+    def step(self, count_zeros: bool = False) -> StepResult:
+        """Update the parameters from the reduced gradients, after `finalize_model_grads`; collective over all ranks.
+
+        Leaves the gathering of parameters under way with --overlap-param-gather, and `main_grad` scaled.
+        """
+        self._finish_param_sync()
+        # Phase 1: the norm, one small reduction over all ranks
+        divisor = self.chunks[0].grad_divisor * self.loss_scale
+        squares, num_zeros = self._sum_over_model(count_zeros)
+        norm = squares.sqrt() / divisor
+        skipped = ~torch.isfinite(norm)
+        # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing with found_inf
+        grad_scale = divisor / clip_coefficient(norm, self.config.clip_grad)
+        self._optimizer.grad_scale = grad_scale.float()  # type: ignore[attr-defined]
+        self._optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+        self._optimizer.step()
+        # Phase 3: the model
+        self._copy_to_model()
+        if self.grad_scaler.dynamic:
+            self.grad_scaler.update(bool(skipped))
+        return StepResult(norm, skipped, num_zeros)
+
+    def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """Main parameters and state as boxes of the parameters they belong to; nothing is copied or communicated.
+
+        `model_state` is the sharded state of all chunks, merged. `param` of an fp32 model is the weight itself: load it
+        after the model where a checkpoint may hold the weights less precisely.
+        """
+        entries = _entries_by_param(model_state)
+        state: ShardedStateDict = {}
+        for shard in self.shards:
+            for piece in shard.bucket.pieces():
+                entry = entries[id(piece.param)]
+                for name, data in shard.tensors.items():
+                    key = f"optimizer.state.{name}.{entry.key}"
+                    assert key not in state, f"two parameters of this rank have the key {entry.key}"
+                    part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
+                    if part.boxes:  # else it is padding of the vocabulary
+                        state[key] = part
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the tensors, in Megatron-LM's form, the same on every rank; waits for the device."""
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            groups.append(_CONSTANTS | {name: group[name] for name in _HYPERPARAMETERS if name in group})
+            for step in self._steps()[:1]:
+                groups[-1]["step"] = int(step)
+        state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+        scaler = self.grad_scaler.state_dict()
+        return {**state, "grad_scaler": scaler} if scaler else state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], model_state: ShardedStateDict) -> None:
+        """Finish loading once the tensors have been filled: step, loss scale, and the model from the main parameters.
+
+        Hyperparameters stay as configured; those that differ are logged. Collective over all ranks. Raises ValueError
+        when the stored step is missing or ambiguous.
+        """
+        self._finish_param_sync()
+        groups = state["optimizer"]["param_groups"]
+        if self._steps():
+            stored = {group.get("step") for group in groups}
+            if len(stored) != 1 or None in stored:
+                raise ValueError(
+                    f"the checkpoint's optimizer must have the same step in all param_groups, got {stored}; give "
+                    "--no-load-optim to start with a fresh one"
+                )
+            for step in self._steps():
+                step.fill_(groups[0]["step"])
+        self._log_differences(groups)
+        self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
+        self._zero_padding(model_state)
+        self._copy_to_model()
+
+    @torch.no_grad()
+    def reload_model_params(self, model_state: ShardedStateDict) -> None:
+        """Main parameters from the model's, after weights have been loaded without optimizer state."""
+        self._finish_param_sync()
+        self._zero_padding(model_state)
+        self._copy_from_model()
+
+    def _sum_over_model(self, with_zeros: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sum of squares of the undivided gradient and its number of zeros, over TP x PP x DP."""
+        sums = [sum_of_squares(self._counted_grads, self.device)]
+        if with_zeros:
+            sums.append(count_zeros(self._counted_grads, self.device) - self._num_gaps)
+        total = torch.stack(sums)
+        if self._norm_axis.size > 1:
+            dist.all_reduce(total, group=self._norm_axis.group)
+        return total[0], total[1] if with_zeros else None
+
+    def _find_counted_grads(self, tp: Axis) -> tuple[list[torch.Tensor], int]:
+        """Gradients that this rank counts for the whole model, in few ranges, and how many elements are just gaps."""
+
+        def counted(info: ParamInfo) -> bool:
+            return info.counted and (info.tp_split or tp.is_first)
+
+        buckets = [shard.bucket for shard in self.shards]
+        grads = [grad for bucket in buckets for grad in bucket.grad_ranges(counted)]
+        pieces = [piece for bucket in buckets for piece in bucket.pieces() if counted(piece.info)]
+        return grads, sum(len(grad) for grad in grads) - sum(piece.stop - piece.start for piece in pieces)
+
+    def _finish_param_sync(self) -> None:
+        for chunk in self.chunks:
+            chunk.finish_param_sync()
+
+    def _copy_from_model(self) -> None:
+        for shard in self.shards:
+            if not shard.is_model:
+                shard.param.copy_(shard.bucket.param_shard)
+
+    def _copy_to_model(self) -> None:
+        for shard in self.shards:
+            if not shard.is_model:
+                shard.bucket.param_shard.copy_(shard.param)
+        for chunk in self.chunks:
+            chunk.start_param_sync()
+
+    def _zero_padding(self, model_state: ShardedStateDict) -> None:
+        """Zero what is in no box, the rows that pad the vocabulary: with zero gradients they stay zero for ever."""
+        entries = _entries_by_param(model_state)
+        for entry in entries.values():
+            assert entry.local is not None
+            entry.local.detach().view(-1)[_numel_in_boxes(entry) :].zero_()
+        for shard in self.shards:
+            for piece in shard.bucket.pieces():
+                padding = piece.start + max(0, _numel_in_boxes(entries[id(piece.param)]) - piece.param_start)
+                for data in shard.tensors.values():
+                    data[min(padding, piece.stop) : piece.stop].zero_()
+
+    def _steps(self) -> list[torch.Tensor]:
+        """Adam's step counters, all equal; none for SGD."""
+        return [state["step"] for state in self._optimizer.state.values() if "step" in state]
+
+    def _log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        for name in ("betas", "eps", "momentum"):
+            ours = {group.get(name) for group in self.param_groups}
+            theirs = {tuple(g[name]) if name == "betas" else g[name] for g in stored if name in g}
+            if theirs and ours != theirs:
+                logger.warning("optimizer %s: the checkpoint has %s, continuing with %s", name, theirs, ours)
+
+
+def _norm_axis(shard: Axis, ps: ParallelState) -> Axis:
+    """The ranks that hold different parts of the gradient: all, or those of one replica if each has a whole one."""
+    if shard.size == 1:
+        return ps.model
+    return Axis(ps.rank, ps.world_size, tuple(range(ps.world_size)), dist.group.WORLD)
+
+
+def _entries_by_param(model_state: ShardedStateDict) -> dict[int, ShardedTensor]:
+    """The entries that describe a whole local tensor, by its identity."""
+    tensors = (entry for entry in model_state.values() if isinstance(entry, ShardedTensor))
+    return {id(entry.local): entry for entry in tensors if entry.local is not None}
+
+
+def _numel_in_boxes(entry: ShardedTensor) -> int:
+    return sum(box.tensor.numel() for box in entry.boxes)

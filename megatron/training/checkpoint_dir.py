@@ -1,0 +1,61 @@
+"""The directory of a run's checkpoints: `latest_checkpointed_iteration.txt` and `iter_0000010/`.
+
+The tracker names the checkpoint to load. It moves last, so what it names is complete unless something was lost since.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.dist_checkpointing import is_complete, read_tracker
+
+RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
+
+
+def iteration_directory(root: str | Path, iteration: int) -> Path:
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a directory under `root`, in order; complete or not."""
+    names = [path.name.removeprefix("iter_") for path in Path(root).glob("iter_*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def complete_iterations(root: str | Path) -> list[int]:
+    """Those of `saved_iterations` that can be loaded."""
+    return [iteration for iteration in saved_iterations(root) if is_complete(iteration_directory(root, iteration))]
+
+
+def find_checkpoint(root: str | Path, step: int | None) -> tuple[Path | None, str | None]:
+    """The directory to load and a note if it is not the one that the tracker names; (None, None) if there is none.
+
+    Iteration `step` if given, else what the tracker names, else (the tracker or that checkpoint is gone or incomplete)
+    the newest complete one. ValueError when what is asked for is not there.
+    """
+    if step is not None:
+        found = iteration_directory(root, step)
+        if not is_complete(found):
+            raise ValueError(f"--ckpt-step {step}: {found} is not a complete checkpoint; {_listed(root)}")
+        return found, None
+    newest = read_tracker(root)
+    if newest is not None:
+        named = Path(root) / RELEASE if newest == RELEASE else iteration_directory(root, int(newest))
+        if is_complete(named):
+            return named, None
+    complete = complete_iterations(root)
+    if complete:
+        found = iteration_directory(root, complete[-1])
+        reason = "there is no tracker file" if newest is None else f"the tracker names {newest}, which is not complete"
+        return found, f"warning: {reason}: taking {found}, the newest complete checkpoint"
+    if newest is not None:
+        raise ValueError(f"the tracker in {root} names {newest}, which is not a complete checkpoint; {_listed(root)}")
+    return None, None
+
+
+def _listed(root: str | Path) -> str:
+    """What is there, for messages."""
+    if not Path(root).is_dir():
+        return f"{root} is no directory"
+    iterations = complete_iterations(root)
+    return f"complete are: {', '.join(map(str, iterations))}" if iterations else f"{root} holds no complete checkpoint"

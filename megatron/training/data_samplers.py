@@ -1,0 +1,211 @@
+"""Which samples each replica gets, and the iterator that the training loop takes micro batches from.
+
+The stream of samples is a function of consumed samples and seed alone. Micro batch m of an iteration takes the next
+micro_batch_size * DP samples of the stream, replica r the r-th part of them, so data-parallel size, micro batch and
+global batch may change between runs without loss or repetition.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.core.datasets import Dataset, Sample
+from megatron.core.utils import flag
+
+Batch = dict[str, torch.Tensor]
+
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the training process, sent to all
+
+
+@dataclass
+class DataLoaderConfig:
+    """How samples reach the training loop. Field names are Megatron-LM's argument names."""
+
+    dataloader_type: str = flag("single", choices=("single", "cyclic"))
+    """single: the samples of a data set once, in its order; cyclic: again and again, shuffled anew every time."""
+    num_workers: int = flag(2)
+    """Processes per rank and data set that read ahead; 0 reads in the training process."""
+    seed: int = flag(1234)
+    """Seed of everything: initial weights (with the parameter's name), data order, dropout."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ValueError(f"--num-workers must not be negative, got {self.num_workers}")
+
+
+class Stream(Protocol):
+    """A sequence of sample numbers; `end` is its length, or None if it never ends."""
+
+    end: int | None
+
+    def __call__(self, start: int, stop: int) -> list[int]:
+        """The samples at positions `[start, stop)`."""
+
+
+class SequentialStream:
+    """Position p holds sample p."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.end: int | None = num_samples
+
+    def __call__(self, start: int, stop: int) -> list[int]:
+        return list(range(start, stop))
+
+
+class CyclicStream:
+    """Position p holds entry p mod N of a permutation that seed and epoch (p div N) decide."""
+
+    end: int | None = None
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self._permutation = functools.lru_cache(maxsize=1)(self._shuffle)
+
+    def __call__(self, start: int, stop: int) -> list[int]:
+        samples: list[int] = []
+        while start < stop:
+            epoch, first = divmod(start, self.num_samples)
+            count = min(stop - start, self.num_samples - first)
+            samples += self._permutation(epoch)[first : first + count].tolist()
+            start += count
+        return samples
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        return np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
+
+
+class MicrobatchSampler:
+    """Lists of sample numbers, one per micro batch of one replica, from `consumed_samples` on.
+
+    A stream that ends is left where not all replicas would get a whole micro batch.
+    """
+
+    def __init__(
+        self, stream: Stream, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
+        self.stream = stream
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.dp_size
+        start = self.consumed_samples
+        while self.stream.end is None or start + step <= self.stream.end:
+            first = start + self.dp_rank * self.micro_batch_size
+            yield self.stream(first, first + self.micro_batch_size)
+            start += step
+
+
+def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """Arrays [micro batch, ...]. They stay numpy until they are in the training process: tensors of a worker travel
+    through /dev/shm, which containers keep small."""
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+class DataIterator:
+    """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
+    attention_mask bool [mbs, 1, s, s] with --reset-attention-mask.
+
+    Its worker processes start with the first batch and end with `close`, with the iterator, or with the process.
+    Raises ValueError when the data is used up.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        consumed_samples: int,
+        micro_batch_size: int,
+        config: DataLoaderConfig,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        pin_memory: bool = False,
+    ) -> None:
+        cyclic = config.dataloader_type == "cyclic"
+        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else SequentialStream(len(dataset))
+        self.sampler = MicrobatchSampler(stream, consumed_samples, micro_batch_size, dp_rank, dp_size)
+        self.dataset = dataset
+        self.pin_memory = pin_memory
+        self.num_workers = config.num_workers
+        self._stop: Event = multiprocessing.Event()
+        self._batches: Any = None  # the iterator of a DataLoader
+        # The interpreter terminates worker processes when it ends: they must know before that it is meant.
+        atexit.register(weakref.finalize(self, self._stop.set))
+
+    def __iter__(self) -> DataIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start()
+        try:
+            arrays = next(self._batches)
+        except StopIteration:
+            raise ValueError(self._exhausted()) from None
+        except BaseException:
+            self.close()
+            raise
+        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._stop.set()
+        if self._batches is not None and self.num_workers > 0:
+            # Not left to the garbage collector, under which torch waits five seconds for each worker.
+            self._batches._shutdown_workers()
+        self._batches = None
+
+    def _start(self) -> Any:
+        self._stop.clear()
+        loader: DataLoader[Any] = DataLoader(
+            self.dataset,  # type: ignore[arg-type]  # has __getitem__ and __len__, which is all that is used
+            batch_sampler=self.sampler,
+            num_workers=self.num_workers,
+            collate_fn=collate,
+            worker_init_fn=functools.partial(_ignore_signals_until, self._stop),
+            generator=torch.Generator(),  # it draws a seed, which must not come from the generator of the training
+        )
+        # Signals that come while workers start wait until `_ignore_signals_until` has told them what to do.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
+        try:
+            return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _exhausted(self) -> str:
+        sampler = self.sampler
+        return (
+            f"the data is used up: of {len(self.dataset)} samples, {sampler.consumed_samples} were consumed before "
+            f"this run, and no micro batch of {sampler.micro_batch_size} for each of {sampler.dp_size} replicas is "
+            "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
+        )
+
+
+def _ignore_signals_until(stop: Event, worker: int) -> None:
+    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
+    end when the training process closes them (or is gone, which torch's worker loop watches)."""
+
+    def on_terminate(signum: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(0)
+
+    for number in WORKER_SIGNALS:
+        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)

@@ -1,0 +1,90 @@
+"""One global batch through this rank's model chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.core.pipeline_parallel import run_schedule
+from megatron.training.data_samplers import Batch
+from megatron.training.run import Loss, Run
+
+
+class MicrobatchFeed:
+    """The micro batches of one iteration on the device: each is fetched once and kept until its last chunk used it."""
+
+    def __init__(self, batches: Iterator[Batch] | None, run: Run) -> None:
+        self._batches = batches
+        self._device = run.device
+        self._users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
+        self._held: dict[int, Batch] = {}
+
+    def __call__(self, chunk: int, microbatch: int) -> Batch:
+        if chunk not in self._users:
+            return {}
+        if chunk == self._users[0]:  # the chunks see micro batches in the same order, the first one before the others
+            assert self._batches is not None
+            batch = next(self._batches)
+            self._held[microbatch] = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
+        return self._held.pop(microbatch) if chunk == self._users[-1] else self._held[microbatch]
+
+
+def forward_backward(
+    run: Run, batches: Iterator[Batch] | None, num_microbatches: int, forward_only: bool = False
+) -> Tensor:
+    """Forward (and backward) of `num_microbatches` micro batches; gradients accumulate in the chunks' buffers.
+
+    Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
+    micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
+    tokens and their number. Nothing is read back from the device.
+    """
+    totals = torch.zeros(2, dtype=torch.float32, device=run.device)
+    forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
+    for chunk in run.chunks:
+        chunk.require_sync = False
+
+    def before_last_backward(chunk: int) -> None:
+        run.chunks[chunk].require_sync = True
+
+    run_schedule(
+        forward_step,
+        len(run.chunks),
+        num_microbatches,
+        pp=run.ps.pp,
+        tensor_shape=activation_shape(run),
+        dtype=run.config.model.params_dtype,
+        device=run.device,
+        forward_only=forward_only,
+        before_last_backward=None if forward_only else before_last_backward,
+    )
+    return totals
+
+
+def activation_shape(run: Run) -> tuple[int, int, int]:
+    """[s, b, h] between stages, [s/tp, b, h] under sequence parallelism."""
+    sequence = run.config.data.seq_length
+    if run.config.parallel.sequence_parallel:
+        sequence //= run.ps.tp.size
+    return sequence, run.config.training.micro_batch_size, run.config.model.hidden_size
+
+
+def _make_forward_step(
+    run: Run, feed: MicrobatchFeed, num_microbatches: int, totals: Tensor
+) -> Callable[[int, int, Tensor | None], Tensor]:
+    per_token = run.config.training.calculate_per_token_loss
+    loss_scale = run.optimizer.loss_scale
+
+    def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
+        output = run.forward_step(run.chunks[chunk], feed(chunk, microbatch), activation)
+        if not isinstance(output, Loss):
+            return output
+        if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
+            totals.add_(torch.stack([output.total.detach(), output.num_tokens.float()]))
+            return output.total * loss_scale
+        mean = output.total / output.num_tokens.clamp(min=1)
+        totals.add_(torch.stack([mean.detach(), torch.ones_like(mean)]))
+        return mean * (loss_scale / num_microbatches)
+
+    return forward_step

@@ -1,0 +1,209 @@
+"""What a run reports: one line per interval, and one point per iteration for TensorBoard and Weights & Biases.
+
+Losses stay on the device until a line is due: no iteration waits for a number that nobody reads yet.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.optimizer import StepResult
+from megatron.core.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The numbers of one iteration."""
+
+    iteration: int
+    consumed_train_samples: int
+    batch_size: int
+    learning_rate: float
+    loss_scale: float
+    lm_loss: float
+    grad_norm: float
+    skipped: bool  # the update was left out because the gradient was not finite
+    num_zeros_in_grad: float | None = None
+    params_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class PendingIteration:
+    """An iteration whose numbers are still on the device."""
+
+    iteration: int
+    consumed_train_samples: int
+    batch_size: int
+    learning_rate: float
+    loss_scale: float
+    loss: torch.Tensor  # fp32 [numerator, denominator] of this rank's micro batches on the last stage, zeros elsewhere
+    step: StepResult
+    params_norm: torch.Tensor | None
+
+    def finish(self, lm_loss: float) -> Iteration:
+        return Iteration(
+            iteration=self.iteration,
+            consumed_train_samples=self.consumed_train_samples,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            loss_scale=self.loss_scale,
+            lm_loss=lm_loss,
+            grad_norm=self.step.grad_norm.item(),
+            skipped=bool(self.step.skipped.item()),
+            num_zeros_in_grad=None if self.step.num_zeros is None else self.step.num_zeros.item(),
+            params_norm=None if self.params_norm is None else self.params_norm.item(),
+        )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The iterations between two lines of the log."""
+
+    iterations: Sequence[Iteration]
+    seconds: float  # training time, without evaluations and saves
+    tokens: int
+    flops: float
+    world_size: int
+
+    @property
+    def last(self) -> Iteration:
+        return self.iterations[-1]
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        return self.seconds / len(self.iterations)
+
+    @property
+    def tflops_per_device(self) -> float:
+        return self.flops / self.seconds / self.world_size / 1e12
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def num_nan(self) -> int:
+        return sum(not math.isfinite(it.lm_loss) for it in self.iterations)
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(it.skipped for it in self.iterations)
+
+    @property
+    def mean_loss(self) -> float:
+        """Over the iterations that were not skipped (over all, if all were)."""
+        losses = [it.lm_loss for it in self.iterations if not it.skipped] or [it.lm_loss for it in self.iterations]
+        return sum(losses) / len(losses)
+
+
+class Writer(Protocol):
+    """A place that measurements go to; used on rank 0 only."""
+
+    def interval(self, interval: Interval) -> None: ...
+
+    def scalars(self, values: dict[str, float], iteration: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrainingLog:
+    """Collects iterations and reports them an interval at a time.
+
+    Per iteration `record`; per interval `close_interval`, which is collective; `paused` around what is not training.
+    """
+
+    def __init__(self, ps: ParallelState, device: torch.device, flops_per_token: float, seq_length: int) -> None:
+        self._ps = ps
+        self._device = device
+        self._flops_per_token = flops_per_token
+        self._seq_length = seq_length
+        self._pending: list[PendingIteration] = []
+        self._excluded = 0.0
+        self._start = time.perf_counter()
+
+    def record(self, iteration: PendingIteration) -> None:
+        self._pending.append(iteration)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pending
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of the block."""
+        start = self._now()
+        yield
+        self._excluded += self._now() - start
+
+    def close_interval(self) -> Interval:
+        """All iterations since the last call, with their losses, the same on every rank. Collective."""
+        assert self._pending
+        losses = reduce_losses([it.loss for it in self._pending], self._ps)
+        iterations = [it.finish(loss) for it, loss in zip(self._pending, losses, strict=True)]
+        now = self._now()
+        tokens = self._seq_length * sum(it.batch_size for it in iterations)
+        seconds = max(now - self._start - self._excluded, 1e-9)
+        self._pending, self._excluded, self._start = [], 0.0, now
+        return Interval(iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
+    """From [numerator, denominator] pairs of every rank to losses over the whole batch, on every rank.
+
+    The last stage knows them; its tensor-parallel ranks hold the same values, so the first of them speaks.
+    """
+    pairs = torch.stack(list(losses)).to(torch.float64)
+    if not (ps.pp.is_last and ps.tp.is_first):
+        pairs.zero_()
+    dist.all_reduce(pairs)
+    return [numerator / denominator if denominator else math.nan for numerator, denominator in pairs.tolist()]
+
+
+def log_line(interval: Interval, train_iters: int) -> str:
+    """One line in the manner of Megatron-LM."""
+    last, tflops = interval.last, interval.tflops_per_device
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {last.consumed_train_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
+        "throughput per GPU (TFLOP/s/GPU): " + (f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"),
+        f"tokens/s: {interval.tokens_per_second:.0f}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.batch_size:5d}",
+        f"lm loss: {interval.mean_loss:.6E}",
+        f"loss scale: {last.loss_scale:.1f}",
+        f"grad norm: {last.grad_norm:.3f}",
+        f"num zeros: {last.num_zeros_in_grad:.0f}" if last.num_zeros_in_grad is not None else "",
+        f"params norm: {last.params_norm:.3f}" if last.params_norm is not None else "",
+        f"number of skipped iterations: {interval.num_skipped:3d}",
+        f"number of nan iterations: {interval.num_nan:3d}",
+    ]
+    return " | ".join(part for part in parts if part) + " |"
+
+
+def points(iteration: Iteration) -> dict[str, float]:
+    """The scalars of one iteration under Megatron-LM's names."""
+    values: dict[str, float | None] = {
+        "lm loss": iteration.lm_loss,
+        "learning-rate": iteration.learning_rate,
+        "batch-size": iteration.batch_size,
+        "loss-scale": iteration.loss_scale,
+        "grad-norm": iteration.grad_norm,
+        "num-zeros": iteration.num_zeros_in_grad,
+        "params-norm": iteration.params_norm,
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -1,0 +1,118 @@
+"""What a run consists of once it is built, and its position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets import Dataset
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.module import MegatronModule
+from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.data_samplers import Batch
+from megatron.training.microbatches import BatchSchedule
+from megatron.training.run_config import Config
+from megatron.training.timers import Timers
+from megatron.training.tokenizer import Tokenizer
+
+
+class Loss(NamedTuple):
+    """What the last stage returns for a micro batch."""
+
+    total: Tensor
+    """Sum of the losses of all tokens that count; differentiable, fp32 scalar."""
+    num_tokens: Tensor
+    """How many that are; a scalar."""
+
+
+ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
+"""(model chunk, micro batch, activation of the stage before) -> activation, or the `Loss` on the last stage.
+
+The micro batch is empty on chunks that need no data.
+"""
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a pipeline chunk stands."""
+
+    layers: range  # global layer numbers
+    pre_process: bool  # holds the embedding
+    post_process: bool  # holds the output layer
+    ps: ParallelState
+    rng: TensorParallelRng
+    device: torch.device
+
+
+class ModelProvider(Protocol):
+    """Builds one pipeline chunk, not yet initialised."""
+
+    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
+
+
+class DatasetsProvider(Protocol):
+    """Builds (train, valid, test) with at least so many samples; None where none are wanted."""
+
+    def __call__(
+        self, config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
+    ) -> tuple[Dataset | None, Dataset | None, Dataset | None]: ...
+
+
+@dataclass
+class TrainState:
+    """How far the run is."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+
+@dataclass
+class Run:
+    """Everything that training, evaluation and checkpoints work on."""
+
+    config: Config
+    ps: ParallelState
+    device: torch.device
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    batches: BatchSchedule
+    forward_step: ForwardStep
+    timers: Timers
+    rng: TensorParallelRng
+    vocab_size: int  # of the model, without padding
+    flops_per_token: float
+    train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
+    state: TrainState = field(default_factory=TrainState)
+
+    @property
+    def train_iters(self) -> int:
+        """The iteration at which the run is complete."""
+        training = self.config.training
+        if training.train_samples is not None:
+            state = self.state  # earlier iterations may have had another batch size
+            return state.iteration + self.batches.iterations_for(training.train_samples, state.consumed_train_samples)
+        return training.train_iters or 0
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the parameters without one of their own."""
+        return next(group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"])
+
+    def holds_first_layer(self, chunk: int) -> bool:
+        return self.ps.pp.is_first and chunk == 0
+
+    def holds_loss(self, chunk: int) -> bool:
+        return self.ps.pp.is_last and chunk == len(self.chunks) - 1
+
+    def needs_batch(self, chunk: int) -> bool:
+        """Tokens enter at the first layer, labels at the loss; masks that depend on the data are needed everywhere."""
+        return self.holds_first_layer(chunk) or self.holds_loss(chunk) or self.config.data.reset_attention_mask

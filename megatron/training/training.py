@@ -1,0 +1,233 @@
+"""Pretraining: initialize, build, load, train, save."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.config import CheckpointConfig
+from megatron.training.data_samplers import Batch
+from megatron.training.dataloaders import Data, Split, build_data
+from megatron.training.evaluation import evaluate, report
+from megatron.training.finiteness import FiniteCheck
+from megatron.training.flops import model_flops_per_token
+from megatron.training.forward_backward import forward_backward
+from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
+from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
+from megatron.training.params_norm import params_norm
+from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run_config import Config
+from megatron.training.signals import ExitDecision, ExitSignals
+from megatron.training.timers import Timers
+from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.writers import make_writers
+
+
+def pretrain(
+    config: Config,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetsProvider,
+    forward_step: ForwardStep,
+    writers: Sequence[Writer] = (),
+) -> Run:
+    """The whole life of a run; `writers` get its measurements besides those that the flags ask for.
+
+    Raises ValueError for what the user can mend, the same on every rank that can see it.
+    """
+    ps, device = initialize(config.distributed, config.parallel)
+    for note in config.notes:
+        print_rank_0(f" > {note}")
+    tokenizer = build_tokenizer(config.tokenizer)
+    run = build_run(config, ps, device, tokenizer, model_provider, forward_step)
+    load_checkpoint(run)
+    convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
+    if convert_format is not None and convert_save is not None:
+        save_checkpoint(run, convert_save, convert_format)
+        return run
+    data = build_data(run, tokenizer, datasets_provider)
+    writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
+    if not config.training.skip_train:
+        train(run, data, writers)
+    _evaluate_at_the_end(run, data, writers)
+    for writer in writers:
+        writer.close()
+    data.close()
+    return run
+
+
+def build_run(
+    config: Config,
+    ps: ParallelState,
+    device: torch.device,
+    tokenizer: Tokenizer,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> Run:
+    """Model, optimizer and schedules, initialised from the seed; no data, no checkpoint."""
+    vocab_size = config.set_vocab_size(tokenizer.vocab_size)
+    rng = TensorParallelRng(0, ps.tp.rank, device)
+    seed_everything(config.training.seed, ps, rng)
+    chunks = build_chunks(config, ps, rng, model_provider)
+    optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
+    return Run(
+        config=config,
+        ps=ps,
+        device=device,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=OptimizerParamScheduler(
+            optimizer.param_groups,
+            config.schedule(),
+            override=config.scheduler.override_opt_param_scheduler,
+            use_checkpoint=config.scheduler.use_checkpoint_opt_param_scheduler,
+        ),
+        batches=config.batch_schedule(ps.dp.size),
+        forward_step=forward_step,
+        rng=rng,
+        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
+        vocab_size=vocab_size,
+        flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
+    )
+
+
+def build_chunks(
+    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
+) -> list[DistributedDataParallel]:
+    """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
+    stages = config.layer_ranges()
+    chunks = []
+    for index, layers in enumerate(stages[ps.pp.rank]):
+        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
+        chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
+        chunk.initialize(config.training.seed)
+        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
+    return chunks
+
+
+def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
+    """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
+    training = run.config.training
+    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length)
+    check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
+    saved_at = run.state.iteration
+    reason = None
+    if training.manual_gc:
+        gc.disable()
+    with (
+        ExitSignals().installed(training.exit_signal_handler) as signals,
+        lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
+    ):
+        decision = ExitDecision(signals, training, run.device)
+        while reason is None and run.state.iteration < run.train_iters:
+            iterate(run, data.train.batches, log, check)
+            reason = decision.after(run.state.iteration)
+            over = reason is not None or run.state.iteration >= run.train_iters
+            if over or run.state.iteration == 1 or run.state.iteration % run.config.logging.log_interval == 0:
+                _report_interval(run, log, check, writers)
+            with log.paused():
+                if training.eval_interval is not None and run.state.iteration % training.eval_interval == 0:
+                    _evaluate(run, data.valid, "validation", writers)
+                root = _save_now(run.config.checkpoint, run.state.iteration, saved_at, over)
+                if root is not None:
+                    check.finish()
+                    save_checkpoint(run, root, run.config.checkpoint.ckpt_format)
+                    saved_at = run.state.iteration
+                _collect_garbage(run)
+        check.finish()
+    if reason is not None:
+        print_rank_0(f" > exiting after iteration {run.state.iteration}: {reason}")
+
+
+def _save_now(config: CheckpointConfig, iteration: int, saved_at: int, over: bool) -> str | None:
+    """Where to save after this iteration: at every --save-interval, and when training is over."""
+    due = over or (config.save_interval is not None and iteration % config.save_interval == 0)
+    return config.save if due and iteration != saved_at else None
+
+
+def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:
+    """One optimizer step, and everything that counts it."""
+    state = run.state
+    batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
+    loss_scale = run.optimizer.loss_scale
+    loss, step = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
+    state.iteration += 1
+    state.consumed_train_samples += batch_size
+    state.num_floating_point_operations_so_far += run.flops_per_token * run.config.data.seq_length * batch_size
+    check.submit(state.iteration, loss, step)
+    log.record(
+        PendingIteration(
+            iteration=state.iteration,
+            consumed_train_samples=state.consumed_train_samples,
+            batch_size=batch_size,
+            learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
+            loss_scale=loss_scale,
+            loss=loss,
+            step=step,
+            params_norm=params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
+        )
+    )
+
+
+def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int) -> tuple[torch.Tensor, StepResult]:
+    """Gradients of one global batch, their reductions, the update, the schedule.
+
+    Returns this rank's [numerator, denominator] of the loss, and what the optimizer says; both stay on the device.
+    """
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    with run.timers("forward-backward"):
+        loss = forward_backward(run, batches, num_microbatches)
+    with run.timers("finalize-model-grads"):
+        per_token = run.config.training.calculate_per_token_loss
+        finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
+    with run.timers("optimizer"):
+        step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
+    run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
+    return loss, step
+
+
+def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
+    interval = log.close_interval()
+    print_rank_0(log_line(interval, run.train_iters))
+    times = run.timers.take()
+    if times:
+        print_rank_0(run.timers.report(times, len(interval.iterations)))
+    for writer in writers:
+        writer.interval(interval)
+        if run.config.logging.log_timers_to_tensorboard:
+            slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
+            writer.scalars(slowest, interval.last.iteration)
+    check.look_at(interval)
+
+
+def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> None:
+    if run.config.training.eval_iters and split.exists:
+        report(run, name, evaluate(run, split.batches), writers)
+        run.state.consumed_valid_samples += run.config.training.eval_iters * run.batches.global_batch_size
+
+
+def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> None:
+    """When the run is complete: the validation loss of the last iteration, and the test loss."""
+    training, iteration = run.config.training, run.state.iteration
+    if iteration >= run.train_iters:
+        if training.skip_train or training.eval_interval is None or iteration % training.eval_interval:
+            _evaluate(run, data.valid, "validation", writers)
+        _evaluate(run, data.test, "test", writers)
+
+
+def _collect_garbage(run: Run) -> None:
+    """With --manual-gc: collect at the same iterations on all ranks, so that none of them waits for another's."""
+    interval = run.config.training.manual_gc_interval
+    if run.config.training.manual_gc and interval and run.state.iteration % interval == 0:
+        gc.collect()
+
+
+def _flag_writers(run: Run) -> list[Writer]:
+    return make_writers(run.config.logging, run.config.checkpoint.save, run.config.flags())

@@ -1,0 +1,70 @@
+"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, or plain `python` for one process.
+
+Four functions say what is trained and on what; `pretrain` does the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+from megatron.core.datasets import Dataset, build_datasets
+from megatron.core.models.gpt import GPTModel
+from megatron.core.module import MegatronModule
+from megatron.training.data_samplers import Batch
+from megatron.training.initialize import environment_world_size, errors_explained_once
+from megatron.training.run import ChunkPlace, Loss
+from megatron.training.run_config import Config, parse_args
+from megatron.training.tokenizer import Tokenizer
+from megatron.training.training import pretrain
+
+
+def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
+    """One pipeline chunk of the model."""
+    return GPTModel(
+        config.model,
+        layers=place.layers,
+        pre_process=place.pre_process,
+        post_process=place.post_process,
+        tp=place.ps.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
+        rng=place.rng,
+        device=place.device,
+    )
+
+
+def datasets_provider(
+    config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Train, validation and test samples."""
+    assert config.model.vocab_size is not None
+    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size)
+
+
+def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:
+    """Sum of the losses [b, s] where the mask is 1, and the number of such tokens."""
+    return Loss((losses * loss_mask).sum(), loss_mask.sum())
+
+
+def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
+    """One micro batch through one chunk: the next activation [s, b, h], or the loss on the last stage."""
+    output = chunk(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        input_tensor=activation,
+        labels=batch.get("labels"),
+        attention_mask=batch.get("attention_mask"),
+    )
+    return output if output.dim() == 3 else loss_func(output, batch["loss_mask"])
+
+
+def main() -> None:
+    with errors_explained_once():
+        config = parse_args(sys.argv[1:], environment_world_size())
+        pretrain(config, model_provider, datasets_provider, forward_step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A tiny model with every kind of parameter that the data-parallel buffers tell apart, and a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+
+HIDDEN, VOCAB, PADDED_VOCAB, LAYERS = 32, 19, 32, 3
+
+
+class Embedding(MegatronModule):
+    """Rows are split over TP; the rows from VOCAB on are padding."""
+
+    def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = make_parameter(
+            (PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_split=True)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        key = prefix + "weight"
+        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size, num_rows=VOCAB)}
+
+
+class Linear(MegatronModule):
+    """Rows are split over TP, the bias too."""
+
+    def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        rows = HIDDEN // tp.size
+        self.weight = make_parameter((rows, HIDDEN), dtype, None, ParamInfo(Normal(0.2), tp_split=True))
+        self.bias = make_parameter((rows,), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        params = {prefix + name: param for name, param in self._parameters.items() if param is not None}
+        return {key: ShardedTensor.split(key, p, 0, self.tp.rank, self.tp.size) for key, p in params.items()}
+
+
+class Layer(MegatronModule):
+    """x + linear(norm * x), with a scale that no gradient reduction over TP touches."""
+
+    def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
+        super().__init__()
+        self.norm = make_parameter((HIDDEN,), dtype, None, ParamInfo(Constant(1.0), partial_grad=True))
+        self.linear = Linear(dtype, tp)
+        self.scale = make_parameter((HIDDEN,), dtype, None, ParamInfo(Constant(1.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * torch.tanh(self.linear(F.layer_norm(x, (HIDDEN,), self.norm)))
+
+
+class Body(MegatronModule):
+    def __init__(self, dtype: torch.dtype, tp: Axis, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dtype, tp) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TinyModel(MegatronModule):
+    """Predicts `labels` from `tokens`; `forward` is for TP 1, other sizes only describe their parameters."""
+
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, tp: Axis | None = None, tied: bool = True, layers: int = LAYERS
+    ) -> None:
+        super().__init__()
+        tp = tp or Axis()
+        self.word_embeddings = Embedding(dtype, tp)
+        self.decoder = Body(dtype, tp, layers)
+        self.output_layer = None if tied else Embedding(dtype, tp)
+
+    def forward(self, tokens: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        hidden = self.decoder(self.word_embeddings(tokens))
+        output = self.word_embeddings if self.output_layer is None else self.output_layer
+        logits = F.linear(hidden, output.weight)[..., :VOCAB].float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction=reduction)
+
+
+def build(
+    ps: ParallelState,
+    ddp: DistributedDataParallelConfig | None = None,
+    config: OptimizerConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """The tiny model, wrapped, and its optimizer."""
+    model = TinyModel(dtype, ps.tp, **kwargs)
+    model.initialize(seed=7)
+    chunk = DistributedDataParallel(model, ddp or DistributedDataParallelConfig(), ps.dp)
+    return chunk, MegatronOptimizer([chunk], config or OptimizerConfig(lr=0.05, weight_decay=0.1), ps)
+
+
+def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, VOCAB, (sequences, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]:
+    """This replica's part of the global batch in `count` pieces."""
+    tokens, labels = (part.chunk(dp.size)[dp.rank] for part in batch(step))
+    return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
+
+
+def backward_pass(chunk: DistributedDataParallel, step: int, count: int = 2, loss_scale: float = 1.0) -> float:
+    """All microbatches of a step; returns this replica's mean loss."""
+    chunk.zero_grad_buffer()
+    *first, last = microbatches(step, chunk.dp, count)
+    total = 0.0
+    with chunk.no_sync():
+        for tokens, labels in first:
+            loss = chunk(tokens, labels)
+            (loss * (loss_scale / count)).backward()
+            total += loss.item() / count
+    loss = chunk(*last)
+    (loss * (loss_scale / count)).backward()
+    return total + loss.item() / count
+
+
+def train(
+    rank: int,
+    world_size: int,
+    ddp: dict[str, Any],
+    config: dict[str, Any],
+    steps: int,
+    count: int = 2,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = True,
+) -> dict[str, Any]:
+    """Losses, norms, and at the end the parameters, the boxes of the optimizer and the number of buckets."""
+    ps = ParallelState.create(ParallelConfig()) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
+    chunk, optimizer = build(ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**config), dtype, tied=tied)
+    losses, norms = [], []
+    for step in range(steps):
+        losses.append(backward_pass(chunk, step, count, optimizer.loss_scale))
+        finalize_model_grads([chunk], ps)
+        norms.append(optimizer.step().grad_norm.item())
+    model_state = chunk.sharded_state_dict()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "params": {name: param.detach().clone() for name, param in chunk.module.named_parameters()},
+        "state": boxes_of(optimizer.sharded_state_dict(model_state)),
+        "plain": optimizer.state_dict(),
+        "buckets": len(chunk.buckets),
+    }
+
+
+def boxes_of(state: ShardedStateDict) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
+    """Key -> (global shape, [(offset, data)]), copied."""
+    return {
+        key: (entry.global_shape, [(box.offset, box.tensor.clone()) for box in entry.boxes])
+        for key, entry in state.items()
+        if isinstance(entry, ShardedTensor)
+    }
+
+
+def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Global tensors from the boxes of all ranks; asserts that every element is there and that replicas are equal."""
+    whole: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    for state in states:
+        for key, (shape, boxes) in state.items():
+            target = whole.setdefault(key, torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None))
+            seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+            for offset, data in boxes:
+                place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
+                assert torch.equal(target[place][seen[place]], data[seen[place]]), key
+                target[place], seen[place] = data, True
+    assert all(seen.all() for seen in filled.values()), [key for key, seen in filled.items() if not seen.all()]
+    return whole
+
+
+def run(chunk: DistributedDataParallel, optimizer: MegatronOptimizer, steps: Iterable[int]) -> list[tuple[float, Any]]:
+    """Train one process; (loss, StepResult) of every step."""
+    results = []
+    for step in steps:
+        loss = backward_pass(chunk, step, loss_scale=optimizer.loss_scale)
+        finalize_model_grads([chunk], ParallelState.for_rank(ParallelConfig()))
+        results.append((loss, optimizer.step(count_zeros=True)))
+    return results
+
+
+def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """Copies of the global tensors of a run of one process: parameters and the optimizer's."""
+    model_state = chunk.sharded_state_dict()
+    return assemble([boxes_of(model_state), boxes_of(optimizer.sharded_state_dict(model_state))])
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """Where a box lies in its global tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+
+
+def fill(state: ShardedStateDict, whole: dict[str, Tensor]) -> None:
+    """Load global tensors into the boxes."""
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor)
+        for box in entry.boxes:
+            box.tensor.copy_(whole[key][region(box)])

@@ -1,0 +1,34 @@
+"""Precision of the norm, and clipping."""
+
+import pytest
+import torch
+
+from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
+
+CPU = torch.device("cpu")
+
+
+def test_the_sum_is_as_good_as_fp64():
+    grads = [torch.randn(n) * 1e-3 for n in (1 << 22, 1024, 64, 1000 * 64)]
+    exact = sum(grad.double().square().sum() for grad in grads)
+    assert sum_of_squares(grads, CPU).dtype == torch.float64
+    assert sum_of_squares(grads, CPU).item() == pytest.approx(exact.item(), rel=1e-6)
+    assert sum_of_squares([], CPU).item() == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1023, 1024, 1087])
+def test_anything_not_finite_shows(bad, place):
+    grad = torch.zeros(1088)
+    grad[place] = bad
+    assert not torch.isfinite(sum_of_squares([grad], CPU))
+
+
+def test_count_zeros():
+    assert count_zeros([torch.tensor([0.0, 1.0, 0.0]), torch.tensor([-0.0, 2.0])], CPU).item() == 3
+
+
+def test_clip_coefficient():
+    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0).item() == 1.0 / (4.0 + 1e-6)
+    assert clip_coefficient(torch.tensor(0.5), 1.0).item() == 1.0
+    assert clip_coefficient(torch.tensor(100.0), 0.0).item() == 1.0

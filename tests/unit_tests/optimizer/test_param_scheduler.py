@@ -1,0 +1,178 @@
+"""Schedules against formulas written out by hand, and what a resumed run takes over."""
+
+import math
+
+import pytest
+
+from megatron.core.optimizer import OptimizerConfig, OptimizerParamScheduler, Schedule, SchedulerConfig, make_schedule
+
+MAX, MIN, WARMUP, END = 2e-3, 2e-4, 16, 80
+
+
+def schedule(style, **options):
+    return Schedule(max_lr=MAX, min_lr=MIN, lr_warmup_steps=WARMUP, lr_decay_steps=END, lr_decay_style=style, **options)
+
+
+def groups(*extra):
+    base = {"lr_mult": 1.0, "is_decoupled_lr": False}
+    return [{**base, "wd_mult": 1.0}, {**base, "wd_mult": 0.0}, *extra]
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+def test_warm_up_is_linear(style):
+    for n in range(WARMUP + 1):
+        assert schedule(style).learning_rate(n) == pytest.approx(MAX * n / WARMUP, abs=0)
+        expected = 1e-4 + (MAX - 1e-4) * n / WARMUP
+        assert schedule(style, init_lr=1e-4).learning_rate(n) == pytest.approx(expected, abs=0)
+
+
+def test_decay():
+    for n in range(WARMUP + 1, END + 1):
+        r = (n - WARMUP) / (END - WARMUP)
+        assert schedule("constant").learning_rate(n) == MAX
+        assert schedule("linear").learning_rate(n) == pytest.approx(MAX - r * (MAX - MIN), abs=1e-12)
+        cosine = MIN + (MAX - MIN) / 2 * (1 + math.cos(math.pi * r))
+        assert schedule("cosine").learning_rate(n) == pytest.approx(cosine, abs=1e-12)
+        root = max(MIN, MAX * (WARMUP / n) ** 0.5)
+        assert schedule("inverse-square-root").learning_rate(n) == pytest.approx(root, abs=1e-12)
+    for style in ("linear", "cosine", "inverse-square-root"):
+        assert schedule(style).learning_rate(END + 1) == MIN
+    assert schedule("constant").learning_rate(END + 1) == MAX
+    assert schedule("linear").learning_rate(END) == pytest.approx(MIN)
+
+
+def test_the_value_of_a_megatron_lm_run():
+    """`lr` that Megatron-LM 0.16.1 saved after 5 iterations of 8 samples: cosine, 2 of 10 iterations warm-up."""
+    assert schedule("cosine").learning_rate(40) == 0.001444415089128581
+
+
+@pytest.mark.parametrize(
+    ("style", "left"),
+    [
+        ("linear", lambda r: 1 - r),
+        ("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2),
+        ("exponential", lambda r: 2 * 0.5**r - 1),
+        ("minus_sqrt", lambda r: 1 - r**0.5),
+    ],
+)
+def test_wsd(style, left):
+    wsd = schedule("WSD", wsd_decay_steps=20, wsd_decay_style=style)
+    for n in range(WARMUP + 1, END - 20 + 1):
+        assert wsd.learning_rate(n) == MAX
+    for n in range(END - 20, END + 1):
+        assert wsd.learning_rate(n) == pytest.approx(MIN + (MAX - MIN) * left((n - 60) / 20), abs=1e-12)
+    assert wsd.learning_rate(END + 1) == MIN
+
+
+def test_without_warm_up_the_first_value_is_the_highest():
+    flat = Schedule(max_lr=MAX, min_lr=MIN, lr_decay_steps=END, lr_decay_style="cosine")
+    assert flat.learning_rate(0) == MAX
+
+
+def test_weight_decay():
+    options = {"start_wd": 0.01, "end_wd": 0.1, "wd_incr_steps": 50}
+    linear, cosine = (schedule("constant", wd_incr_style=style, **options) for style in ("linear", "cosine"))
+    for n in range(51):
+        assert linear.weight_decay(n) == pytest.approx(0.01 + 0.09 * n / 50, abs=1e-12)
+        coefficient = 0.5 * (math.cos(math.pi * (1 - n / 50)) + 1)
+        assert cosine.weight_decay(n) == pytest.approx(0.01 + 0.09 * coefficient, abs=1e-12)
+    assert linear.weight_decay(51) == cosine.weight_decay(51) == 0.1
+
+
+def test_the_scheduler_writes_into_the_groups():
+    decoupled = {"lr_mult": 0.5, "wd_mult": 1.0, "is_decoupled_lr": True, "max_lr": 1e-2, "min_lr": 0.0}
+    param_groups = groups(decoupled)
+    scheduler = OptimizerParamScheduler(param_groups, schedule("linear", start_wd=0.1, end_wd=0.1))
+    assert [group["lr"] for group in param_groups] == [0, 0, 0]
+    scheduler.step(40)
+    scheduler.step(8)
+    assert [group["lr"] for group in param_groups] == pytest.approx([MIN + (MAX - MIN) / 2] * 2 + [0.5 * 5e-3])
+    assert [group["weight_decay"] for group in param_groups] == [0.1, 0.0, 0.1]
+    assert [(group["max_lr"], group["min_lr"]) for group in param_groups] == [(MAX, MIN)] * 2 + [(1e-2, 0.0)]
+
+
+def test_make_schedule_in_iterations_and_samples():
+    config = OptimizerConfig(lr=MAX, min_lr=MIN, weight_decay=0.1)
+    iters = make_schedule(config, SchedulerConfig(lr_warmup_iters=2), global_batch_size=8, train_iters=10)
+    samples = make_schedule(config, SchedulerConfig(lr_warmup_samples=16), global_batch_size=8, train_samples=80)
+    fraction = make_schedule(config, SchedulerConfig(lr_warmup_fraction=0.2), global_batch_size=8, train_iters=10)
+    assert iters == samples == fraction == schedule("linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    flags = SchedulerConfig(lr_decay_style="WSD", lr_decay_iters=9, lr_wsd_decay_iters=3)
+    wsd = make_schedule(config, flags, global_batch_size=8, train_iters=10)
+    assert (wsd.lr_decay_steps, wsd.wsd_decay_steps, wsd.wd_incr_steps) == (72, 24, 80)
+    ramp = OptimizerConfig(
+        lr=MAX, start_weight_decay=0.0, end_weight_decay=0.1, weight_decay_incr_style="linear", weight_decay=7.0
+    )
+    assert make_schedule(ramp, SchedulerConfig(), global_batch_size=8, train_iters=10).weight_decay(40) == 0.05
+
+
+@pytest.mark.parametrize(
+    ("flags", "length", "message"),
+    [
+        ({"lr_decay_samples": 5}, {"train_iters": 10}, "--lr-decay-samples 5 .* --lr-decay-iters"),
+        ({"lr_warmup_iters": 5}, {"train_samples": 10}, "--lr-warmup-iters 5 .* --lr-warmup-samples"),
+        ({}, {}, "one of --train-iters"),
+        ({}, {"train_iters": 1, "train_samples": 1}, "one of --train-iters"),
+        ({"lr_warmup_iters": 10}, {"train_iters": 10}, "80 samples .* 80"),
+        ({"lr_decay_style": "WSD"}, {"train_iters": 10}, "--lr-wsd-decay-iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, {"train_iters": 10}, "got 88"),
+        ({"lr_warmup_init": 1.0}, {"train_iters": 10}, "--lr-warmup-init 1.0"),
+    ],
+)
+def test_schedules_that_make_no_sense(flags, length, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(OptimizerConfig(lr=MAX), SchedulerConfig(**flags), global_batch_size=8, **length)
+
+
+def saved():
+    first = OptimizerParamScheduler(groups(), schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80))
+    first.step(40)
+    return first.state_dict()
+
+
+def test_state_dict_is_megatron_lms():
+    assert saved() == {
+        "max_lr": MAX, "lr_warmup_steps": 16, "num_steps": 40, "lr_decay_style": "cosine", "lr_decay_steps": 80,
+        "min_lr": MIN, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80,
+    }  # fmt: skip
+
+
+def test_resume_with_the_same_schedule():
+    param_groups = groups()
+    resumed = OptimizerParamScheduler(param_groups, schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80))
+    resumed.load_state_dict(saved())
+    assert resumed.num_steps == 40 and param_groups[0]["lr"] == 0.001444415089128581
+
+
+def longer(**options):
+    later = Schedule(
+        max_lr=1e-3, min_lr=MIN, lr_warmup_steps=16, lr_decay_steps=160, lr_decay_style="linear", start_wd=0.1,
+        end_wd=0.1, wd_incr_steps=160,
+    )  # fmt: skip
+    param_groups = groups()
+    return param_groups, OptimizerParamScheduler(param_groups, later, **options)
+
+
+def test_a_different_schedule_must_be_settled():
+    _, scheduler = longer()
+    with pytest.raises(ValueError) as error:
+        scheduler.load_state_dict(saved())
+    for text in ("max_lr: 0.002 (now 0.001)", "lr_decay_steps: 80 (now 160)", "lr_decay_style: cosine (now linear)"):
+        assert text in str(error.value)
+    assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
+
+
+def test_override_takes_the_flags(caplog):
+    param_groups, scheduler = longer(override=True)
+    scheduler.load_state_dict(saved())
+    assert param_groups[0]["lr"] == scheduler.schedule.learning_rate(40) == pytest.approx(1e-3 - 8e-4 * 24 / 144)
+    assert "lr_decay_steps" in caplog.text
+    assert scheduler.state_dict()["lr_decay_steps"] == 160
+
+
+def test_use_checkpoint_takes_the_stored_schedule(caplog):
+    param_groups, scheduler = longer(use_checkpoint=True)
+    scheduler.load_state_dict(saved())
+    assert param_groups[0]["lr"] == 0.001444415089128581 and param_groups[0]["max_lr"] == MAX
+    assert "lr_decay_steps" in caplog.text
+    assert scheduler.state_dict() == saved()

@@ -1,0 +1,235 @@
+"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors with lines."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.core.datasets import IndexedDataset
+from tools.preprocess_data import main
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "data"
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+
+
+def run(*arguments, workers=1):
+    main([*map(str, arguments), *NUMBERS, "--workers", str(workers)])
+
+
+def documents_of(prefix):
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.documents.tolist()
+    return [[dataset[i].tolist() for i in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def write_json(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["pysrc_a", "pysrc_b"])
+def test_files_equal_megatrons(tmp_path, name, workers):
+    run("--input", GOLDEN / f"{name}.jsonl", "--output-prefix", tmp_path / name, "--append-eod", workers=workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"{name}_text_document.bin",
+        f"{name}_text_document.idx",
+    ]
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
+
+
+def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
+    words = [[i % 256] * (i * 7919 % 3000 + 1) for i in range(400)]  # 1.2 MB of text: several chunks per worker
+    path = write_json(tmp_path / "in.jsonl", [{"text": " ".join(map(str, document))} for document in words])
+    for workers in (1, 3):
+        run("--input", path, "--output-prefix", tmp_path / f"w{workers}", "--log-interval", 100, workers=workers)
+    assert documents_of(tmp_path / "w1_text_document") == [[document] for document in words]
+    for suffix in ("bin", "idx"):
+        one, three = ((tmp_path / f"w{workers}_text_document.{suffix}").read_bytes() for workers in (1, 3))
+        assert one == three
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("docs/s" in line and "MB/s" in line for line in lines) >= 4
+    assert lines[-1].endswith(f"w3_text_document: 400 documents, {sum(map(len, words))} tokens")
+
+
+def test_several_inputs_patterns_and_compression(tmp_path):
+    for name, number in [("b2", 12), ("b1", 11), ("a", 10)]:
+        write_json(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write('{"text": "13"}\n\n{"text": "14 15"}\n')
+    inputs = [tmp_path / "c.jsonl.gz", tmp_path / "b*.jsonl", tmp_path / "a.jsonl", tmp_path / "b1.jsonl"]
+    run("--input", *inputs, "--output-prefix", tmp_path / "out")
+    assert documents_of(tmp_path / "out_text_document") == [[[13]], [[14, 15]], [[11]], [[12]], [[10]]]
+
+
+def test_keys_sequences_and_empty_documents(tmp_path, capsys):
+    records = [
+        {"text": "1 2", "title": "7"},
+        {"text": "", "title": "8"},
+        {"text": ["3", "", "4 5"], "title": ["9", "10"]},
+        {"text": [], "title": "11"},
+    ]
+    path = write_json(tmp_path / "in.jsonl", records)
+    run("--input", path, "--output-prefix", tmp_path / "out", "--json-keys", "text", "title", "--append-eod")
+    assert documents_of(tmp_path / "out_text_document") == [[[1, 2, 256]], [[3], [4, 5, 256]]]
+    assert documents_of(tmp_path / "out_title_document") == [[[7, 256]], [[8, 256]], [[9], [10, 256]], [[11, 256]]]
+    assert "out_text_document: 2 documents (2 empty ones left out), 7 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("file", [[[1, 2, 3, 4, 5]], [[6]]]),
+        ("block", [[[1, 2]], [[3]], [[4, 5]], [[6]]]),
+        ("line", [[[1]], [[2]], [[3]], [[4]], [[5]], [[6]]]),
+    ],
+)
+def test_plain_text(tmp_path, kind, expected):
+    (tmp_path / "a.txt").write_text("\n1\n2\n\n3\n \n\n4\r\n5")
+    (tmp_path / "b.txt").write_text("6\n")
+    (tmp_path / "c.txt").write_text("\n \n")
+    run("--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out", "--text-documents", kind)
+    assert documents_of(tmp_path / "out_text_document") == expected
+
+
+def test_text_of_documents_is_kept_as_it_is(tmp_path):
+    """Newlines and indentation within a document belong to it."""
+    import sentencepiece
+
+    text = "def f():\n    return  1\n"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["def f ( ) : return 1"] * 50),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "f.py").write_text(text)
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "m.model")]
+    main(["--input", str(tmp_path / "f.py"), "--output-prefix", str(tmp_path / "out"), *tokenizer, "--workers", "2"])
+    ids = IndexedDataset(tmp_path / "out_text_document")[0].tolist()
+    assert sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model")).decode(ids) == text
+
+
+BAD_LINES = {
+    "cut": (b'{"text": "1"', r"in.jsonl:3: not JSON: Expecting ',' delimiter at column 13"),
+    "no key": (b'{"body": "1", "n": 2}', r"in.jsonl:3: no field 'text', only 'body', 'n': see --json-keys"),
+    "number": (b'{"text": 5}', r"in.jsonl:3: field 'text' is 5, expected a string"),
+    "array": (b'["1"]', r"in.jsonl:3: expected a JSON object, got list"),
+    "encoding": (b'{"text": "\xff"}', r"in.jsonl:3: not UTF-8"),
+    "tokens": (b'{"text": "1 x"}', r"in.jsonl:3: NullTokenizer reads decimal ids"),
+    "range": (b'{"text": "1 300"}', r"in.jsonl:3: id 300 is not in 0..256"),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_errors_name_file_and_line_and_leave_nothing(tmp_path, name, workers):
+    line, message = BAD_LINES[name]
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "1"}\n\n' + line + b"\n")
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        run("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", workers=workers)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_bad_arguments(tmp_path):
+    path = write_json(tmp_path / "in.jsonl", [{"text": ""}])
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 2 3" * 1000)[:-20])
+    cases = [
+        (["--input", path], "--input and --output-prefix are required"),
+        (["--input", tmp_path / "none", "--output-prefix", "x"], "--input .*none: no such file"),
+        (["--input", tmp_path, "--output-prefix", "x"], "it is a directory, give a pattern"),
+        (["--input", path, "--output-prefix", tmp_path / "x"], "no document of 1 files has any token of 'text'"),
+        (["--input", path, "--output-prefix", "x", "--log-interval", 0], "--log-interval must be at least 1"),
+        (
+            ["--input", path, "--output-prefix", "x", "--append_eos"],
+            "unknown flag --append_eos: did you mean --append-eod",
+        ),
+        (["--input", tmp_path / "cut.gz", "--output-prefix", tmp_path / "x"], "cut.gz: cannot be read"),
+        (["--input", path, "--output-prefix", path / "x"], "Not a directory|File exists"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(SystemExit, match=message):
+            run(*arguments)
+    with pytest.raises(SystemExit, match="--workers must be at least 1, got 0"):
+        run("--input", path, "--output-prefix", "x", workers=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gz", "in.jsonl"]
+
+
+def start(tmp_path):
+    """A run in a process of its own that reads from a pipe which never ends."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "preprocess_data.py"),
+        *NUMBERS,
+        "--workers",
+        "2",
+        "--log-interval",
+        "1",
+    ]
+    command += ["--input", str(tmp_path / "pipe.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
+    process = start(tmp_path)
+    with open(tmp_path / "pipe.jsonl", "w") as pipe:
+        pipe.write('{"text": "1 2 3"}\n' * 300_000)
+        pipe.flush()
+        assert "docs/s" in process.stderr.readline()
+        workers = children_of(process.pid)
+        assert len(workers) == 2 and all(map(is_running, workers))
+        process.send_signal(number)
+        assert process.wait(timeout=30) == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
+    process.stderr.close()
+    left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+    assert not [path for path in left if path.suffix in (".bin", ".idx")]
+    assert number == signal.SIGKILL or not left
+    deadline = time.monotonic() + 20
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_worker_ends_the_run(tmp_path):
+    process = start(tmp_path)
+    with open(tmp_path / "pipe.jsonl", "w") as pipe:
+        pipe.write('{"text": "1 2 3"}\n' * 300_000)
+        pipe.flush()
+        assert "docs/s" in process.stderr.readline()
+        os.kill(children_of(process.pid)[0], signal.SIGKILL)
+        with pytest.raises(BrokenPipeError):  # the run ends although its input does not
+            while True:
+                pipe.write('{"text": "1 2 3"}\n' * 10_000)
+                pipe.flush()
+    assert process.wait(timeout=30) == 1
+    assert "a worker process was killed (out of memory?)" in process.stderr.read()
+    process.stderr.close()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

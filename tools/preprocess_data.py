@@ -1,0 +1,363 @@
+"""Turn text into the .bin/.idx token files that training reads.
+
+    python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus --append-eod --workers 8
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
+
+Inputs, in the order given: JSON lines (.jsonl, .ndjson, .json: one object a line) or plain text (anything else), each
+also compressed (.gz). Documents keep the order of the input whatever the number of workers. The output
+`<prefix>_<key>_document.bin/.idx` appears when everything is written: an interrupted run leaves none.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import glob
+import gzip
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout that is not installed
+
+from megatron.core.datasets import IndexedDatasetBuilder, token_dtype  # noqa: E402
+from megatron.core.utils import flag  # noqa: E402
+from megatron.training.arguments import build, make_parser, parse_flags  # noqa: E402
+from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer  # noqa: E402
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+CHUNK_BYTES = 1 << 18  # text that travels to a worker at a time
+CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
+
+
+@dataclass
+class PreprocessConfig:
+    """What is read, how it is cut into documents, and where the tokens go."""
+
+    input: list[str] | None = flag(None)
+    """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern are sorted."""
+    output_prefix: str | None = flag(None)
+    """Files <prefix>_<key>_document.bin and .idx are written."""
+    input_format: str = flag("auto", choices=("auto", "jsonl", "text"))
+    """auto: .jsonl, .ndjson and .json (also .gz) hold a JSON object per line, all else is plain text."""
+    json_keys: list[str] | None = flag(None)
+    """Fields of the JSON objects, each written to files of its own; a field is a string, or a list of them that makes
+    one document of several sequences. Default: text."""
+    text_documents: str = flag("file", choices=("file", "block", "line"))
+    """What is one document of plain text: a file, a block of lines between blank lines, or a line."""
+    append_eod: bool = flag(False)
+    """Append the end-of-document token to every document."""
+    workers: int | None = flag(None)
+    """Processes that tokenize. Default: one per core."""
+    log_interval: int = flag(1000)
+    """Documents between progress lines."""
+
+    def __post_init__(self) -> None:
+        if not self.input or self.output_prefix is None:
+            raise ValueError("--input and --output-prefix are required (--help lists all flags)")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers must be at least 1, got {self.workers}")
+        if self.log_interval < 1:
+            raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or os.cpu_count() or 1
+
+    @property
+    def keys(self) -> list[str]:
+        return self.json_keys or ["text"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Undecoded documents of one file, each with the number of its first line."""
+
+    path: str
+    is_json: bool
+    documents: list[tuple[int, bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(document) for _, document in self.documents)
+
+
+@dataclass
+class Tokens:
+    """Documents one after the other: tokens, tokens per sequence, sequences per document."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    documents: list[int]
+
+
+def main(argv: list[str] | None = None) -> None:
+    sections = {"Text and documents": PreprocessConfig, "Tokenizer": TokenizerConfig}
+    try:
+        given, _ = parse_flags(make_parser(sections), sys.argv[1:] if argv is None else argv)
+        preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
+    except (ValueError, OSError, BrokenProcessPool) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: nothing is written")
+
+
+def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Read, tokenize in parallel, write."""
+    assert config.input is not None and config.output_prefix is not None
+    paths = find_files(config.input)
+    tokenizer = build_tokenizer(tokenizer_config)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+
+    chunks = (chunk for path in paths for chunk in read_chunks(path, config))
+    encoder = Encoder(tokenizer_config, config.keys, config.append_eod)
+    with contextlib.ExitStack() as stack:
+        prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
+        builders = {
+            key: stack.enter_context(IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)))
+            for key, prefix in prefixes.items()
+        }
+        progress = Progress(config.log_interval)
+        for chunk, encoded in encode_in_order(chunks, encoder, config.num_workers):
+            for key, result in encoded.items():
+                builders[key].add(result.tokens, result.lengths, result.documents)
+            progress.add(len(chunk.documents), chunk.num_bytes)
+        for key, builder in builders.items():
+            if builder.num_documents == 0:
+                raise ValueError(f"no document of {len(paths)} files has any token of {key!r}: nothing is written")
+    progress.report()
+    for key, builder in builders.items():
+        empty = progress.documents - builder.num_documents
+        skipped = f" ({empty} empty ones left out)" if empty else ""
+        print(
+            f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens", file=sys.stderr
+        )
+
+
+# Reading
+
+
+def find_files(patterns: list[str]) -> list[str]:
+    """The files of all patterns, each at its first place."""
+    paths: dict[str, None] = {}
+    for pattern in patterns:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        files = [path for path in found if not os.path.isdir(path)]  # a pipe is welcome, too
+        if not files:
+            hint = f": it is a directory, give a pattern such as '{pattern}/**/*.txt'" if os.path.isdir(pattern) else ""
+            raise ValueError(f"--input {pattern}: no such file{hint}")
+        paths.update(dict.fromkeys(files))
+    return list(paths)
+
+
+def read_chunks(path: str, config: PreprocessConfig) -> Iterator[Chunk]:
+    """The documents of a file, about CHUNK_BYTES at a time."""
+    is_json = config.input_format == "jsonl"
+    if config.input_format == "auto":
+        is_json = path.removesuffix(".gz").endswith(JSON_SUFFIXES)
+    split = split_lines if is_json else SPLITTERS[config.text_documents]
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            batch: list[tuple[int, bytes]] = []
+            size = 0
+            for line, document in split(file):
+                batch.append((line, document))
+                size += len(document)
+                if size >= CHUNK_BYTES:
+                    yield Chunk(path, is_json, batch)
+                    batch, size = [], 0
+            if batch:
+                yield Chunk(path, is_json, batch)
+    except (OSError, EOFError) as error:  # EOFError: a cut .gz
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+Splitter = Callable[[Iterable[bytes]], Iterator[tuple[int, bytes]]]
+
+
+def split_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, line.rstrip(b"\r\n")
+
+
+def split_blocks(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    block: list[bytes] = []
+    first = 1
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            first = first if block else number
+            block.append(line)
+        elif block:
+            yield first, b"".join(block).rstrip(b"\r\n")
+            block = []
+    if block:
+        yield first, b"".join(block).rstrip(b"\r\n")
+
+
+def split_file(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    text = b"".join(lines)
+    if text.strip():
+        yield 1, text
+
+
+SPLITTERS: dict[str, Splitter] = {"file": split_file, "block": split_blocks, "line": split_lines}
+
+
+# Tokenizing
+
+
+class Encoder:
+    """Chunks to tokens. It travels to worker processes without its tokenizer, which each of them builds."""
+
+    def __init__(self, tokenizer_config: TokenizerConfig, keys: list[str], append_eod: bool) -> None:
+        self.tokenizer_config = tokenizer_config
+        self.keys = keys
+        self.append_eod = append_eod
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_tokenizer": None}
+
+    def __call__(self, chunk: Chunk) -> dict[str, Tokens]:
+        if self._tokenizer is None:
+            self._tokenizer = build_tokenizer(self.tokenizer_config)
+        dtype = token_dtype(self._tokenizer.vocab_size)
+        columns: dict[str, list[list[list[int]]]] = {key: [] for key in self.keys}
+        for line, document in chunk.documents:
+            try:
+                for key, texts in self._fields(document, chunk.is_json).items():
+                    columns[key].append(self._document(texts, self._tokenizer))
+            except ValueError as error:
+                raise ValueError(f"{chunk.path}:{line}: {error}") from None
+        return {key: _pack(documents, dtype) for key, documents in columns.items()}
+
+    def _fields(self, document: bytes, is_json: bool) -> dict[str, list[str]]:
+        """Texts of every key; several texts are the sequences of one document."""
+        try:
+            text = document.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8: {error}") from None
+        if not is_json:
+            return {key: [text] for key in self.keys}
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+        return {key: _texts(record, key) for key in self.keys}
+
+    def _document(self, texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+        sequences = [ids for ids in map(tokenizer.tokenize, texts) if ids]
+        if sequences and self.append_eod:
+            sequences[-1].append(tokenizer.eod)
+        return sequences
+
+
+def _texts(record: dict, key: str) -> list[str]:
+    if key not in record:
+        raise ValueError(f"no field {key!r}, only {', '.join(map(repr, record))}: see --json-keys")
+    value = record[key]
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"field {key!r} is {json.dumps(value)[:60]}, expected a string or a list of strings")
+    return texts
+
+
+def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
+    """Documents without tokens are left out."""
+    sequences = [sequence for document in documents for sequence in document]
+    arrays = [np.array(sequence, dtype=dtype) for sequence in sequences]
+    return Tokens(
+        np.concatenate(arrays) if arrays else np.empty(0, dtype),
+        [len(sequence) for sequence in sequences],
+        [len(document) for document in documents if document],
+    )
+
+
+def encode_in_order(
+    chunks: Iterable[Chunk], encoder: Encoder, num_workers: int
+) -> Iterator[tuple[Chunk, dict[str, Tokens]]]:
+    """`(chunk, encoder(chunk))` in the order of the chunks; at most CHUNKS_AHEAD per worker are in memory."""
+    if num_workers == 1:
+        yield from ((chunk, encoder(chunk)) for chunk in chunks)
+        return
+    pool = ProcessPoolExecutor(num_workers, initializer=_start_worker, initargs=(encoder, os.getpid()))
+    pending: collections.deque = collections.deque()
+    try:
+        for chunk in chunks:
+            pending.append((chunk, pool.submit(_encode, chunk)))
+            if len(pending) >= CHUNKS_AHEAD * num_workers:
+                first, future = pending.popleft()
+                yield first, future.result()
+        for first, future in pending:
+            yield first, future.result()
+    except BrokenProcessPool:
+        raise BrokenProcessPool("a worker process was killed (out of memory?): try fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: Encoder | None = None  # of a worker process
+
+
+def _start_worker(encoder: Encoder, parent: int) -> None:
+    global _encoder
+    _encoder = encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def end_with_parent() -> None:  # a main process that is killed cannot end its workers
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _encode(chunk: Chunk) -> dict[str, Tokens]:
+    assert _encoder is not None
+    return _encoder(chunk)
+
+
+@dataclass
+class Progress:
+    """Counts documents and bytes of text, and says how fast they pass."""
+
+    interval: int
+    documents: int = 0
+    num_bytes: int = 0
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def add(self, documents: int, num_bytes: int) -> None:
+        before = self.documents // self.interval
+        self.documents += documents
+        self.num_bytes += num_bytes
+        if self.documents // self.interval > before:
+            self.report()
+
+    def report(self) -> None:
+        seconds = max(time.perf_counter() - self.start, 1e-9)
+        print(
+            f"{self.documents} documents "
+            f"({self.documents / seconds:.1f} docs/s, {self.num_bytes / seconds / 1e6:.2f} MB/s)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwind: discard files, end workers
+    main()
