@@ -6,6 +6,18 @@ import pytest
 from distributed import DistributedPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow (soak and fault injection)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-slow"):
+        skip = pytest.mark.skip(reason="slow: needs --run-slow")
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[DistributedPool]:
     """One pool of up to 4 gloo worker processes per test module, started by its first `pool.run`."""
