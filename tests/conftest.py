@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from distributed import DistributedPool
 
 
@@ -16,6 +17,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(skip)
+
+
+# As in the workers of the pool: results do not depend on how many cores a machine has, nor do processes compete for them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
