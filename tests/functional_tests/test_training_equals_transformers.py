@@ -89,7 +89,9 @@ def train_from(rank, world_size, flags, weights):
     run.optimizer.reload_model_params(state)
     measured = Measurements()
     train(run, build_data(run, tokenizer, datasets_provider), [measured])
-    batches = build_data(build_run(config, ps, device, tokenizer, model_provider, forward_step), tokenizer, datasets_provider)
+    batches = build_data(
+        build_run(config, ps, device, tokenizer, model_provider, forward_step), tokenizer, datasets_provider
+    )
     return measured, [next(batches.train.batches) for _ in range(4 * STEPS)] if world_size == 1 else []
 
 
