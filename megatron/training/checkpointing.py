@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import load, load_common, read_metadata, write_tracker
+from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
-from megatron.training.checkpoint_dir import find_checkpoint, iteration_directory
+from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
 from megatron.training.config import CheckpointConfig
 from megatron.training.initialize import print_rank_0, seed_everything
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
@@ -90,7 +90,7 @@ def load_checkpoint(run: Run) -> None:
 
     Whatever layout wrote it: every rank reads the boxes it holds.
     """
-    found, weights_only = find(run)
+    found, weights_only = prepare_directories(run)
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
         if config.load is not None:
@@ -133,15 +133,19 @@ def _left_out(key: str, with_optimizer: bool) -> bool:
     return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
 
 
-def find(run: Run) -> tuple[Path | None, bool]:
-    """The checkpoint to load and whether only its weights count; (None, False): start from scratch.
+def prepare_directories(run: Run) -> tuple[Path | None, bool]:
+    """The checkpoint to load and whether only its weights count; (None, False): start from scratch. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
-    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
+    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a
+    checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:
         try:
+            if run.config.checkpoint.save is not None:
+                check_writable(run.config.checkpoint.save)
+                clean_up(run.config.checkpoint.save)
             answer = [_find(run.config.checkpoint)]
         except ValueError as error:
             answer = [error]

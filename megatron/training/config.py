@@ -90,7 +90,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False)
     """Report the number of zeros in the gradient."""
     timing_log_level: int = flag(0)
-    """0: iteration time only; 1: phases of an iteration; 2: with forward, backward and communication apart."""
+    """0: iteration time only; 1: the phases of an iteration; 2: also waiting for data and the forward passes."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
     """Over ranks, report the slowest, the slowest and fastest, or all."""
     tensorboard_dir: str | None = flag(None)
