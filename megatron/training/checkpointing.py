@@ -100,6 +100,8 @@ def load_checkpoint(run: Run) -> None:
             print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
         return
     common = load_common(found)
+    if "args" not in common:
+        raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
     for note in check_same_model(run.config.flags(), stored, str(found)):
         print_rank_0(f" > {note}")
@@ -140,8 +142,8 @@ def prepare_directories(run: Run) -> tuple[Path | None, bool]:
     """The checkpoint to load and whether only its weights count; (None, False): start from scratch. Collective.
 
     Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
-    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a checkpoint,
-    unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a
+    checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:

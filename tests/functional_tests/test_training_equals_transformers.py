@@ -1,4 +1,4 @@
-"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW` from the same weights on the same data."""
+"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW`: same weights, same data."""
 
 import shlex
 
