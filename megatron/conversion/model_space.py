@@ -56,8 +56,12 @@ class Source(Protocol):
     description: str  # format and path, for messages
     args: dict[str, Any]  # model and run arguments by Megatron-LM's names, as far as the files tell
     training: TrainingState | None  # None: the format (an HF directory) holds weights only
-    tensors: Mapping[str, TensorInfo]  # model-space key -> global shape and dtype
     unused: list[str]  # names in the files that have no place in model space
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Model-space key -> global shape and dtype."""
+        ...
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """The box of `key` at `offset` with extent `shape`, on CPU in the stored dtype.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, save, write_tracker
+from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
 from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
@@ -34,12 +34,10 @@ CONTENT_METADATA = {
 }
 
 
-FORMATS = {"torch_dist": save}  # --ckpt-format -> what writes it
-
-
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     """Save the run under `root` and move the tracker. Collective."""
-    config, start = run.config.checkpoint, time.perf_counter()
+    assert ckpt_format == "torch_dist"
+    config = run.config.checkpoint
     directory = iteration_directory(root, run.state.iteration)
     state = model_state(run)
     if not config.no_save_optim:
@@ -47,8 +45,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     if not config.no_save_rng:
         state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
     iteration = run.state.iteration
-    FORMATS[ckpt_format](state, directory, common=common_state(run), on_commit=lambda: write_tracker(root, iteration))
-    print_rank_0(f" > saved iteration {iteration} to {directory} in {time.perf_counter() - start:.2f} s")
+    run.saver.save(state, directory, common_state(run), lambda: write_tracker(root, iteration))
 
 
 def model_state(run: Run) -> ShardedStateDict:

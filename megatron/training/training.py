@@ -23,6 +23,7 @@ from megatron.training.logging import PendingIteration, TrainingLog, Writer, log
 from megatron.training.params_norm import params_norm
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
+from megatron.training.saver import CheckpointSaver
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
@@ -49,6 +50,7 @@ def pretrain(
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, convert_save, convert_format)
+        run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
     writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
@@ -90,6 +92,7 @@ def build_run(
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
         rng=rng,
+        saver=CheckpointSaver(config.checkpoint),
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,
         flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
@@ -137,9 +140,11 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
                 with log.paused():
                     check.finish()
                     _save(run)
+            run.saver.after_iteration()
             if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
+        run.saver.close()
     if leave is not None:
         print_rank_0(f" > exiting after iteration {run.state.iteration}: {leave.reason}")
 
@@ -190,6 +195,7 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
     with run.timers("optimizer"):
+        run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
     run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step

@@ -38,7 +38,11 @@ def build_datasets(
     return train, valid, test
 
 
-def _build_mock(config: GPTDatasetConfig, eod: int, vocab_size: int, split: Split, num_samples: int | None) -> Dataset:
+def _build_mock(
+    config: GPTDatasetConfig, eod: int, vocab_size: int, split: Split, num_samples: int | None
+) -> Dataset | None:
+    if split not in config.split_intervals():
+        return None
     if num_samples is None:
         raise ValueError("--mock-data has no end: a number of samples must be asked for")
     return MockGPTDataset(split, num_samples, config, eod, vocab_size)

@@ -24,7 +24,8 @@ class GPTDatasetConfig:
     """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several, or weights and prefixes in
     turn (30 a 70 b)."""
     split: str | None = flag(None)
-    """Shares of train, validation and test in --data-path, such as 969,30,1 (the default)."""
+    """Shares of train, validation and test in --data-path, such as 969,30,1 (the default). A split without a share does
+    not exist."""
     train_data_path: list[str] | None = flag(None)
     """Data of the training split alone, written as --data-path."""
     valid_data_path: list[str] | None = flag(None)
@@ -77,7 +78,8 @@ class GPTDatasetConfig:
                 "leaves out: drop one of the two"
             )
         self._check_sources()
-        self.sources()  # raises on malformed lists now, before any process group exists
+        self.split_intervals()  # malformed options raise now, before any process group exists
+        self.sources()
 
     @property
     def extra_tokens(self) -> int:
@@ -118,8 +120,12 @@ class GPTDatasetConfig:
         else:
             assert self.data_path is not None
             blend = parse_blend(self.data_path, "--data-path")
+        return {split: (blend, part) for split, part in self.split_intervals().items()}
+
+    def split_intervals(self) -> dict[Split, Fractions]:
+        """The part of the data of every split that --split gives a share."""
         intervals = parse_split(DEFAULT_SPLIT if self.split is None else self.split)
-        return {split: (blend, part) for split, part in zip(SPLITS, intervals, strict=True) if part is not None}
+        return {split: part for split, part in zip(SPLITS, intervals, strict=True) if part is not None}
 
     def _per_split_blends(self) -> dict[Split, Blend]:
         if self.per_split_data_args_path is None:

@@ -23,7 +23,10 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two data sets exactly when they hold the same samples in the same order (32 hexadecimal digits)."""
+        """Stands for the order of samples (32 hex digits): equal ones make sample i the same cut of the data.
+
+        It covers options, name and sequence lengths of the data, but not the tokens.
+        """
 
     def __len__(self) -> int: ...
 

@@ -121,7 +121,24 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     documents = np.frombuffer(buffer, "<i8", num_documents, HEADER.size + 12 * num_sequences)
     if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
         raise ValueError(f"{path}: its document boundaries do not run from 0 to {num_sequences}: it is damaged")
+    _check_offsets(path, lengths, offsets, DTYPES[code].itemsize)
     return DTYPES[code], lengths, offsets, documents
+
+
+def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
+    """Sequences lie back to back from byte 0."""
+    end, block = 0, 1 << 20  # in blocks: an index can have 10^9 entries
+    for first in range(0, len(lengths), block):
+        sizes = lengths[first : first + block].astype(np.int64) * itemsize
+        expected = end + np.cumsum(sizes) - sizes
+        wrong = (sizes < 0) | (offsets[first : first + block] != expected)
+        if wrong.any():
+            i = first + int(np.argmax(wrong))
+            raise ValueError(
+                f"{path} is damaged: sequence {i} has {lengths[i]} tokens from byte {offsets[i]} on, but the one "
+                f"before ends at byte {expected[i - first]}"
+            )
+        end = int(expected[-1] + sizes[-1])
 
 
 def _check_tokens_file(prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray) -> None:

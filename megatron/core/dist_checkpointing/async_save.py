@@ -257,13 +257,16 @@ class AsyncSaver:
             save = PendingSave.begin(directory, job.save_id, rank, size)
             self._write_and_commit(job, save)
         except BaseException as error:
-            job.report.error = reason = _describe(error)
+            removed = isinstance(error, FileNotFoundError) and save is not None and save.given_up()
+            reason = save.failure_reason() if save is not None and removed else _describe(error)
+            job.report.error = reason
             if save is not None and not isinstance(error, _AfterCommitError):
                 self._failed_save = save
                 if self._coordination.is_coordinator:
                     save.abandon(reason)
                 else:
-                    save.publish_failure(reason)
+                    names = [file.name for file in job.plan.files]
+                    save.publish_failure(reason, names if job.objects is None else [*names, job.objects.name])
         finally:
             if job.transfer is not None:
                 job.transfer.staged.set()

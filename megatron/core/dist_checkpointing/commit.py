@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +57,11 @@ class PendingSave(NamedTuple):
         }
         self._mark(_DONE, json.dumps(content))
 
-    def publish_failure(self, reason: str) -> None:
-        """Tell rank 0 why there will be no files of this rank; if even that fails, it will notice by its timeout."""
+    def publish_failure(self, reason: str, names: Iterable[str]) -> None:
+        """Remove this rank's files and tell rank 0 why; if even that fails, it will notice by its timeout."""
+        for name in names:  # first: on a full disk they are what makes room for the marker
+            with contextlib.suppress(OSError):
+                os.unlink(self.pending / name)
         with contextlib.suppress(OSError):
             self._mark(_FAILED, reason)
 
@@ -96,24 +100,28 @@ class PendingSave(NamedTuple):
         files.put_in_place(self.pending, self.directory)
 
     def abandon(self, reason: str) -> None:
-        """On rank 0: remove all files and tell the other ranks why."""
+        """On rank 0: tell the other ranks why and remove all files."""
         with contextlib.suppress(OSError):
-            shutil.rmtree(self.pending, ignore_errors=True)
-            self._note().write_text(reason)
+            _write_at_once(self._note(), reason)
+        shutil.rmtree(self.pending, ignore_errors=True)
+        if not self._note().exists():  # the disk was full
+            with contextlib.suppress(OSError):
+                _write_at_once(self._note(), reason)
 
     def forget(self) -> None:
-        """On rank 0: remove what `abandon` left for the other ranks."""
+        """On rank 0: remove what `abandon` left for the other ranks, and what a late one made after it."""
         with contextlib.suppress(OSError):
+            shutil.rmtree(self.pending, ignore_errors=True)
             self._note().unlink(missing_ok=True)
 
     def given_up(self) -> bool:
         """Whether rank 0 has abandoned the save."""
-        return not self.pending.exists()
+        return self._note().exists() or not self.pending.exists()
 
     def await_outcome(self, timeout: float) -> None:
         """On the other ranks: wait until rank 0 has committed. Raises CheckpointError if it does not."""
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
-        while self.pending.exists():
+        while self.pending.exists() and not self._note().exists():
             if time.monotonic() > deadline:
                 raise CheckpointError(f"rank 0 did not commit {self.directory} within {timeout:.0f} s: dead or hanging")
             time.sleep(pause)
@@ -133,10 +141,7 @@ class PendingSave(NamedTuple):
         return self.pending.with_name(self.pending.name + _FAILED)
 
     def _mark(self, suffix: str, content: str) -> None:
-        path = self.pending / f"rank_{self.rank}{suffix}"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(content)
-        os.replace(temporary, path)
+        _write_at_once(self.pending / f"rank_{self.rank}{suffix}", content)
 
     def _names(self) -> list[str]:
         """Fresh even over NFS: changing the directory's times makes the client drop what it has cached of it."""
@@ -151,6 +156,13 @@ class PendingSave(NamedTuple):
                 result.files[file] = FileChecksums(size, bytes.fromhex(blocks))
             result.objects.update({key: Location(*location) for key, location in content["objects"].items()})
         return result
+
+
+def _write_at_once(path: Path, content: str) -> None:
+    """Others see all of the content or no file; not durable."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content)
+    os.replace(temporary, path)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -88,8 +88,9 @@ class StagingBuffer:
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
         self._memory = mmap.mmap(-1, num_slots * SLOT_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
+            if hasattr(mmap, advice):
+                self._memory.madvise(getattr(mmap, advice))
         tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         view, address = memoryview(self._memory), tensor.data_ptr()
         self._registered = None

@@ -49,10 +49,7 @@ class DistributedDataParallel(MegatronModule):
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
         if config.overlap_param_gather:
-            for unit, recurse in forward_units(module):
-                used = {bucket_of[param] for param in unit.parameters(recurse) if param in bucket_of}
-                if used:
-                    unit.register_forward_pre_hook(partial(_wait_for_params, used))
+            self._register_gather_hooks(bucket_of)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -103,6 +100,18 @@ class DistributedDataParallel(MegatronModule):
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
+    def _register_gather_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> None:
+        """Wait for a unit's parameters before its `forward`, and for all that is left after the last layer.
+
+        (The output matrix is used without a call of the module that has it.)
+        """
+        for unit, recurse in forward_units(self.module):
+            used = {bucket_of[param] for param in unit.parameters(recurse) if param in bucket_of}
+            if used:
+                unit.register_forward_pre_hook(partial(_wait_for_params, used))
+        for last_layer in list(outermost_layers(self.module))[-1:]:
+            last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
+
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
         """Call `_accumulate_grad` after autograd has handled each parameter's gradient, be it None.
 
@@ -132,13 +141,19 @@ class DistributedDataParallel(MegatronModule):
         self._next_bucket += 1
 
 
+def outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the lists in `module` that are in no other list."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else outermost_layers(child)
+
+
 def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Modules that wait for their parameters before `forward`, as (module, with those of its children).
 
-    These are the members of the outermost lists of layers and, beside them, the largest modules without such a list.
-    A unit may use the parameters of its children without calling them.
+    These are the outermost layers and, beside them, the largest modules without layers. A unit may use the parameters
+    of its children without calling them.
     """
-    if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
+    if not any(True for _ in outermost_layers(module)):
         yield module, True
         return
     yield module, False

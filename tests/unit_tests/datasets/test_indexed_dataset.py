@@ -132,6 +132,12 @@ INDEX_DAMAGE = {
     "version": (9, b"\x02", r"d\.idx has index version 2"),
     "dtype code": (17, b"\x63", r"d\.idx has token dtype code 99; known codes are \[1, 2, 3, 4, 5, 6, 7, 8\]"),
     "sequence count": (18, b"\x09", r"d\.idx has 82 bytes, but its header announces 9 sequences .* take 166"),
+    "length": (37, b"\xff", r"d\.idx is damaged: sequence 0 has -\d+ tokens from byte 0"),
+    "offset": (
+        50,
+        b"\x05",
+        r"d\.idx is damaged: sequence 1 has 3 tokens from byte 5 on, but the one before ends at byte 4",
+    ),
     "boundaries": (74, b"\x01", r"d\.idx: its document boundaries do not run from 0 to 2"),
 }
 

@@ -42,6 +42,11 @@ def test_documents_count_upwards_and_end_with_eod(vocab_size, eod):
     assert 0.01 < ends / total < 0.06
 
 
+def test_splits_without_a_share_do_not_exist():
+    train, valid, test = build((5, 5, 5), split="9,0,1")
+    assert (len(train), valid, len(test)) == (5, None, 5)
+
+
 def test_masks_follow_the_options():
     train, _, _ = build(reset_position_ids=True, eod_mask_loss=True, reset_attention_mask=True)
     sample = next(train[i] for i in range(50) if 256 in train[i]["tokens"])

@@ -5,14 +5,16 @@ import weakref
 
 import pytest
 import torch
-from tiny_ddp_model import TinyModel, backward_pass, batch, build, microbatches
+from tiny_ddp_model import VOCAB, TinyModel, backward_pass, batch, build, microbatches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel import forward_units
+from megatron.core.models import GPTModel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 ONE = ParallelState.for_rank(ParallelConfig())
 
@@ -149,6 +151,75 @@ def test_forward_units_are_layers_and_what_is_beside_them():
     covered = {p for unit, recurse in forward_units(model) for p in unit.parameters(recurse)}
     assert covered == set(model.parameters())
     assert list(forward_units(linear := nn.Linear(2, 2))) == [(linear, True)]
+
+
+class LateGather:
+    """A gather that is finished by nothing but `wait`: until then the parameters are NaN."""
+
+    def __init__(self, bucket):
+        self.data, self.bucket = bucket.param_data.clone(), bucket
+        bucket.param_data.fill_(float("nan"))
+
+    def wait(self):
+        self.bucket.param_data.copy_(self.data)
+
+
+def gpt(**changes):
+    config = TransformerConfig(
+        num_layers=3, hidden_size=16, num_attention_heads=2, vocab_size=VOCAB, max_position_embeddings=8, **changes
+    )
+    return GPTModel(config, make_vocab_size_divisible_by=4)
+
+
+MODELS = {
+    "tiny": TinyModel,
+    "tiny, untied": lambda: TinyModel(tied=False),
+    "tiny without layers": lambda: TinyModel(tied=False, layers=0),
+    "gpt": lambda: gpt(embedding_layernorm=True),
+    "gpt, untied": lambda: gpt(untie_embeddings_and_output_weights=True, position_embedding_type="rope"),
+    "gpt, recomputed": lambda: gpt(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2, hidden_dropout=0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("bucket_size", [1, 10**9])
+@pytest.mark.parametrize("training", [True, False])
+def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training):
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=bucket_size
+    )
+    module = MODELS[model]()
+    module.initialize(seed=7)
+    chunk = DistributedDataParallel(module, config, Axis())
+    tokens, labels = batch(0)
+    inputs = (tokens, labels) if isinstance(module, TinyModel) else (tokens, torch.arange(tokens.shape[1])[None])
+    keywords = {} if isinstance(module, TinyModel) else {"labels": labels}
+    chunk.train(training)
+    expected = [p.detach().clone() for p in chunk.parameters()]
+    for bucket in chunk.buckets:
+        bucket._param_work = LateGather(bucket)
+    loss = chunk(*inputs, **keywords).sum()
+    loss.backward()
+    assert torch.isfinite(loss) and all(torch.isfinite(p.main_grad).all() for p in chunk.parameters())
+    assert all(map(torch.equal, chunk.parameters(), expected))
+
+
+def test_layers_wait_for_their_own_buckets_only():
+    chunk, _ = build(
+        ONE,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1),
+    )
+    for bucket in chunk.buckets:
+        bucket._param_work = LateGather(bucket)
+    still_late = []
+    for layer in chunk.module.decoder.layers:
+        layer.register_forward_pre_hook(
+            lambda *_: still_late.append(sum(b._param_work is not None for b in chunk.buckets))
+        )
+    chunk(*batch(0))
+    assert still_late == [8, 4, 0], "four parameters per layer, each its own bucket"
 
 
 def test_sharded_state_has_the_keys_of_the_module():

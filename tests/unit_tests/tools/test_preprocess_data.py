@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors that name the line."""
+"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors with lines."""
 
 import gzip
 import json

@@ -1,0 +1,213 @@
+"""From any format to any format, through model space."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.detect import Hints, open_checkpoint
+from megatron.conversion.files import Progress, no_progress, sync_tree
+from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.legacy_writer import write_legacy
+from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.rank_layout import Layout
+from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.universal_writer import UniversalOptions, write_universal
+from megatron.core.dist_checkpointing import write_tracker
+
+_VERIFY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the target shall be; None means as the source is."""
+
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    virtual_pipeline_parallel: int | None = None
+    dtype: torch.dtype | None = None
+    optimizer: bool = True
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    max_shard_size: int = 5 * 10**9
+    optim_sidecar: bool = False
+    workers: int = 1
+    universal_style: str | None = None
+    qkv_blocks: bool = False
+
+
+Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what could not be carried
+
+
+def _write_torch_dist(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    return _in_iteration(source, root, lambda to: write_torch_dist(source, to, options.workers, progress))
+
+
+def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    layout = _target_layout(source.args, options)
+    return _in_iteration(source, root, lambda to: write_legacy(source, to, layout, progress))
+
+
+def _write_huggingface(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    chosen = HuggingFaceOptions(
+        options.dtype,
+        options.max_shard_size,
+        options.vocab_size,
+        options.tokenizer,
+        options.optim_sidecar and source.training is not None,
+        options.workers,
+    )
+    return write_huggingface(source, root, chosen, progress)
+
+
+def _write_universal(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+    tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+    blocks = tensor_parallel if options.qkv_blocks else None
+    chosen = UniversalOptions(options.universal_style, blocks, options.vocab_size, options.workers)
+    return write_universal(source, root, chosen, progress)
+
+
+WRITERS: dict[str, Writer] = {
+    "torch_dist": _write_torch_dist,
+    "legacy": _write_legacy,
+    "hf": _write_huggingface,
+    "universal": _write_universal,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was converted, and what not."""
+
+    source: str
+    target: Path
+    num_tensors: int
+    not_carried: list[str]
+    verified: int | None  # tensors compared with the source
+
+
+def convert(
+    load_dir: Path,
+    save_dir: Path,
+    saver: str,
+    loader: str = "auto",
+    step: int | None = None,
+    hints: Hints | None = None,
+    options: Options | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    progress: Progress = no_progress,
+    starting: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
+
+    `starting` is told how many bytes are to come. Raises ValueError for an existing target without `overwrite`, for an
+    unreadable source, and for a target that cannot hold the model; nothing is left behind then.
+    """
+    options = options or Options()
+    source = open_checkpoint(load_dir, loader, step, hints)
+    if save_dir.exists() and any(save_dir.iterdir()) and not overwrite:
+        raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
+    if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
+        raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
+    changed = Changed(source, options)
+    starting(sum(info.nbytes for info in changed.tensors.values()))
+    partial = save_dir.with_name(f".{save_dir.name}.converting")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        not_carried = WRITERS[saver](changed, partial, options, progress)
+        sync_tree(partial)
+        verified = compare(changed, open_checkpoint(partial)) if verify else None
+        _put_in_place(partial, save_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    unused = [f"unused in the source: {name}" for name in source.unused]
+    return Outcome(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
+
+
+class Changed:
+    """A source as the options want it: another dtype of the weights, or without the optimizer.
+
+    A new dtype is cast from the fp32 main parameters where there are some.
+    """
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source, self._dtype = source, options.dtype
+        self.description, self.unused = source.description, source.unused
+        self.args = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = {}
+        for key, info in source.tensors.items():
+            is_state = key.startswith("optimizer.state.")
+            if is_state and not options.optimizer:
+                continue
+            cast = options.dtype is not None and not is_state
+            self.tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
+        if options.dtype is not None:
+            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
+            self.args["params_dtype"] = options.dtype
+        if not options.optimizer and source.training is not None:
+            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        wanted = self.tensors[key].dtype
+        main = f"optimizer.state.param.{key}"
+        if wanted != self._source.tensors[key].dtype and main in self._source.tensors:
+            key = main
+        return self._source.read(key, offset, shape).to(wanted)
+
+
+def compare(source: Source, result: Source) -> int:
+    """Number of tensors of `result` found bitwise equal to `source`; ValueError names the first that is not."""
+    count = 0
+    for key, info in result.tensors.items():
+        if key not in source.tensors:
+            raise ValueError(f"verification: {result.description} has {key}, which the source has not")
+        rows = info.shape[0] if info.shape else 1
+        step = max(1, _VERIFY_BYTES // max(1, info.nbytes // max(1, rows)))
+        for first in range(0, rows, step):
+            lead = (min(step, rows - first), *info.shape[1:]) if info.shape else ()
+            offset = (first,) + (0,) * (len(info.shape) - 1) if info.shape else ()
+            expected = source.read(key, offset, lead).to(info.dtype)
+            if not torch.equal(result.read(key, offset, lead), expected):
+                raise ValueError(f"verification: {key} differs from the source (rows from {first} on)")
+        count += 1
+    return count
+
+
+def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
+    """The source's layout where the options say nothing; chunks and uneven stages go with their pipeline."""
+    pp = options.pipeline_parallel or args.get("pipeline_model_parallel_size") or 1
+    same_pipeline = pp == (args.get("pipeline_model_parallel_size") or 1)
+    vpp = options.virtual_pipeline_parallel
+    if vpp is None:
+        vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    first, last = (args.get(name) if same_pipeline else None for name in ends)
+    tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
+    return Layout.of(args["num_layers"], tp, pp, vpp, first, last)
+
+
+def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:
+    """Below `root` as a run saves it: a directory per iteration, and the tracker last."""
+    iteration: int | str = source.training.iteration if source.training is not None else "release"
+    not_carried = write(root / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"))
+    write_tracker(root, iteration)
+    return not_carried
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.replaced")
+    if target.exists():
+        os.replace(target, old)
+    os.replace(partial, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,121 @@
+"""What every rank of a layout holds, from the layers' own definition of their sharding.
+
+The model is built on the meta device, rank by rank: no memory, no process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.conversion.model_space import Shape
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the model-parallel axes and where the layers stand: [stage][chunk]."""
+
+    parallel: ParallelConfig
+    stages: tuple[tuple[range, ...], ...]
+
+    @classmethod
+    def of(
+        cls, num_layers: int, tp: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+    ) -> Layout:
+        """Raises ValueError where the layers cannot be split like that."""
+        parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
+        parallel.dp_size(tp * pp)
+        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last)
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages))
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any]) -> Layout:
+        """The layout that a Megatron-LM Namespace records."""
+        return cls.of(
+            args["num_layers"],
+            args["tensor_model_parallel_size"],
+            args["pipeline_model_parallel_size"],
+            args.get("virtual_pipeline_model_parallel_size") or 1,
+            args.get("decoder_first_pipeline_num_layers"),
+            args.get("decoder_last_pipeline_num_layers"),
+        )
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(tp, pp) of every model-parallel rank, TP fastest."""
+        return [(tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)]
+
+
+@dataclass(frozen=True)
+class LocalBox:
+    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
+
+    name: str
+    key: str
+    shape: Shape
+    global_shape: Shape
+    boxes: tuple[LocalBox, ...]
+    tied: bool  # one of the two copies of a tied word embedding on different stages
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def weight_decay(self) -> bool:
+        return len(self.shape) > 1 and not self.name.endswith(".bias")
+
+
+def rank_parameters(
+    config: TransformerConfig, layout: Layout, tp_rank: int, pp_rank: int, divisible_by: int = 1
+) -> list[list[LocalParameter]]:
+    """The parameters of every chunk of a rank, in module order."""
+    world = layout.parallel.tp_size * layout.parallel.pp_size
+    ps = ParallelState.for_rank(layout.parallel, world, tp_rank + layout.parallel.tp_size * pp_rank)
+    chunks = []
+    for index, layers in enumerate(layout.stages[pp_rank]):
+        model = GPTModel(
+            config,
+            layers=layers,
+            pre_process=ps.pp.is_first and index == 0,
+            post_process=ps.pp.is_last and index == ps.vpp_size - 1,
+            tp=ps.tp,
+            make_vocab_size_divisible_by=divisible_by,
+            rng=TensorParallelRng(0, tp_rank),
+            device=torch.device("meta"),
+        )
+        chunks.append(_parameters_of(model))
+    return chunks
+
+
+def _parameters_of(model: GPTModel) -> list[LocalParameter]:
+    entries = {entry.local: entry for entry in model.sharded_state_dict().values() if isinstance(entry, ShardedTensor)}
+    return [
+        LocalParameter(
+            name,
+            entries[param].key,
+            tuple(param.shape),
+            entries[param].global_shape,
+            tuple(LocalBox(b.offset, b.shape, int(b.tensor.storage_offset())) for b in entries[param].boxes),
+            param_info(param).shared_embedding,
+        )
+        for name, param in model.named_parameters()
+    ]

@@ -1,0 +1,129 @@
+"""Writes a `Source` as a torch_dist iteration directory in one process, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.files import Progress, no_progress
+from megatron.conversion.model_space import Source, TensorInfo
+from megatron.core.dist_checkpointing.archive import tensor_envelope
+from megatron.core.dist_checkpointing.checksums import FileChecksums
+from megatron.core.dist_checkpointing.commit import PendingSave, RankResult
+from megatron.core.dist_checkpointing.layout import FileLayout, PlacedItem, layout_files, plan_metadata
+from megatron.core.dist_checkpointing.metadata import encode_metadata
+from megatron.core.dist_checkpointing.planner import LocalSpec, TensorSpec, make_plan
+from megatron.core.dist_checkpointing.writing import ShardFile
+
+_BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
+
+# The form of the optimizer state, in Megatron-core's terms: one key per layer, at the parameter's shape.
+CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
+
+
+def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
+    """Write `directory` (an iteration); it appears complete or not at all. Returns what could not be carried."""
+    spec = LocalSpec(tuple(_whole(key, info) for key, info in source.tensors.items()), ())
+    (plan,) = make_plan([spec])
+    layouts = layout_files(plan, 0, files)
+    save = PendingSave.begin(directory, f"convert-{os.getpid()}", 0, 1)
+    try:
+        written = {layout.name: _write_file(source, save.pending / layout.name, layout, progress) for layout in layouts}
+        common = io.BytesIO()
+        torch.save(common_state(source), common)
+        metadata = encode_metadata(plan_metadata([spec], [layouts]))
+        save.commit(RankResult(written, {}), metadata, common.getvalue())
+    except BaseException as error:
+        save.abandon(str(error))
+        save.forget()
+        raise
+    return ["random number generators"] if source.training is not None and source.training.rng else []
+
+
+def common_state(source: Source) -> dict[str, Any]:
+    """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
+    training = source.training
+    args = dict(source.args)
+    args.setdefault("consumed_train_samples", 0)
+    args.setdefault("consumed_valid_samples", 0)
+    common: dict[str, Any] = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": training.iteration if training else 0,
+        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
+        "content_metadata": CONTENT_METADATA,
+    }
+    if training is not None and training.param_groups is not None:
+        optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
+        if training.grad_scaler is not None:
+            optimizer["grad_scaler"] = training.grad_scaler
+        common["optimizer"] = optimizer | {"param_state_sharding_type": "fully_reshardable"}
+    if training is not None and training.scheduler is not None:
+        common["opt_param_scheduler"] = training.scheduler
+    return common
+
+
+def _whole(key: str, info: TensorInfo) -> TensorSpec:
+    return TensorSpec(key, info.shape, info.dtype, (((0,) * len(info.shape), info.shape),))
+
+
+def _write_file(source: Source, path: Path, layout: FileLayout, progress: Progress) -> FileChecksums:
+    """Stream the items of one file through a page-aligned buffer (for direct writes) into it."""
+    shard = ShardFile(path, layout.size)
+    durable = False
+    try:
+        with mmap.mmap(-1, _BUFFER) as memory, memoryview(memory) as buffer:
+            filled, offset = 0, 0
+            for segment in _segments(source, layout):
+                position = 0
+                while position < len(segment):
+                    count = min(len(segment) - position, _BUFFER - filled)
+                    buffer[filled : filled + count] = segment[position : position + count]
+                    filled, position = filled + count, position + count
+                    if filled == _BUFFER:
+                        shard.write(offset, buffer, filled)
+                        filled, offset = 0, offset + _BUFFER
+                        progress(_BUFFER)
+            if filled:
+                shard.write(offset, buffer, filled)
+                progress(filled)
+        durable = True
+    finally:
+        checksums = shard.close(durable)
+    return checksums
+
+
+def _segments(source: Source, layout: FileLayout) -> Iterator[memoryview]:
+    """All bytes of a file in order."""
+    for placed in layout.items:
+        envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
+        yield memoryview(envelope.prefix)
+        for tensor in _rows(source, placed):
+            yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        yield memoryview(envelope.suffix)
+        yield memoryview(bytes(placed.end - placed.position - placed.length))
+
+
+def _rows(source: Source, placed: PlacedItem) -> Iterator[torch.Tensor]:
+    """The item's tensor in runs of rows of at most the buffer's size."""
+    key, offset, shape = placed.item.key, placed.item.offset, placed.item.shape
+    if not shape or not placed.item.nbytes:
+        yield source.read(key, offset, shape).reshape(-1)
+        return
+    rows = max(1, _BUFFER // (placed.item.nbytes // shape[0]))
+    for first in range(0, shape[0], rows):
+        count = min(rows, shape[0] - first)
+        yield source.read(key, (offset[0] + first, *offset[1:]), (count, *shape[1:]))

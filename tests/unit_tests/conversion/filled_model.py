@@ -1,0 +1,49 @@
+"""Our GPTModel, filled from a checkpoint box by box as any rank of any layout would be."""
+
+import torch
+
+from megatron.conversion.model_config import WORD_EMBEDDINGS, model_config
+from megatron.conversion.model_space import Source, optimizer_key
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+
+
+def fill(model: GPTModel, source: Source, main: bool = False) -> None:
+    for key, entry in model.sharded_state_dict().items():
+        assert isinstance(entry, ShardedTensor) and source.tensors[key].shape == entry.global_shape
+        for box in entry.boxes:
+            box.tensor.copy_(source.read(optimizer_key("param", key) if main else key, box.offset, box.shape))
+
+
+def chunk(source: Source, stage: int = 0, stages: int = 1, tp: Axis | None = None, main: bool = False) -> GPTModel:
+    """Pipeline stage `stage` of `stages`, in fp32."""
+    config = model_config(source.args | {"bf16": False}, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
+    layers = config.num_layers // stages
+    model = GPTModel(
+        config,
+        layers=range(stage * layers, (stage + 1) * layers),
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        tp=tp,
+    ).eval()
+    fill(model, source, main)
+    return model
+
+
+@torch.no_grad()
+def model_logits(source: Source, tokens: torch.Tensor, stages: int = 1, main: bool = False) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    hidden = None
+    for stage in range(stages):
+        hidden = chunk(source, stage, stages, main=main)(tokens, positions, input_tensor=hidden)
+    assert hidden is not None
+    return hidden
+
+
+@torch.no_grad()
+def tensor_parallel_logits(rank: int, world_size: int, source: Source, tokens: torch.Tensor) -> torch.Tensor:
+    """For the pool: the logits as one of `world_size` tensor-parallel ranks sees them."""
+    state = ParallelState.create(ParallelConfig(tensor_model_parallel_size=world_size))
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return chunk(source, tp=state.tp)(tokens, positions)

@@ -1,0 +1,104 @@
+"""The converter as a user runs it: every pair, a chain through all formats, and what must be refused."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+
+from megatron.conversion.convert import WRITERS, Options, compare, convert
+from megatron.conversion.detect import READERS, open_checkpoint
+from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.core.dist_checkpointing import write_tracker
+
+FORMATS = list(WRITERS)
+LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
+
+
+def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
+    source = random_source({**args, **changes})
+    source.args |= {
+        "make_vocab_size_divisible_by": 8,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
+    write_torch_dist(source, root / "iter_0000007")
+    write_tracker(root, 7)
+    return source
+
+
+@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("source_format,target_format", list(itertools.product(FORMATS, FORMATS)))
+def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, target_format, args):
+    source = first_checkpoint(tmp_path / "run", args)
+    convert(tmp_path / "run", tmp_path / "a", source_format, options=Options(optim_sidecar=True))
+    outcome = convert(tmp_path / "a", tmp_path / "b", target_format, options=LAYOUT, verify=True)
+    result = open_checkpoint(tmp_path / "b")
+    assert outcome.verified == compare(source, result) == len(source.tensors)
+    assert result.training.iteration == 7 and result.training.param_groups == source.training.param_groups
+    assert result.training.scheduler == source.training.scheduler
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_chain_through_all_formats_and_back(tmp_path, bf16):
+    source = first_checkpoint(tmp_path / "0", bf16=bf16)
+    for step, saver in enumerate(
+        ["legacy", "universal", "hf", "torch_dist", "universal", "legacy", "hf", "torch_dist"]
+    ):
+        convert(
+            tmp_path / f"{step}",
+            tmp_path / f"{step + 1}",
+            saver,
+            options=LAYOUT if step % 2 else Options(optim_sidecar=True),
+        )
+    assert compare(source, open_checkpoint(tmp_path / "8")) == len(source.tensors)
+
+
+def test_without_optimizer_and_in_another_dtype(tmp_path):
+    source = first_checkpoint(tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "out", "legacy", options=Options(optimizer=False, dtype=torch.bfloat16))
+    result = open_checkpoint(tmp_path / "out")
+    assert not any(key.startswith("optimizer.") for key in result.tensors)
+    assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
+    key = "decoder.layers.1.mlp.linear_fc1.weight"
+    main = source.values[f"optimizer.state.param.{key}"]
+    assert torch.equal(result.read(key, (0, 0), tuple(main.shape)), main.bfloat16())
+
+
+def test_existing_target_is_kept_unless_told_otherwise(tmp_path):
+    first_checkpoint(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").write_text("x")
+    with pytest.raises(ValueError, match="exists: choose another --save-dir, or give --overwrite"):
+        convert(tmp_path / "run", tmp_path / "out", "hf")
+    assert (tmp_path / "out/precious").exists()
+    convert(tmp_path / "run", tmp_path / "out", "hf", overwrite=True)
+    assert not (tmp_path / "out/precious").exists() and (tmp_path / "out/config.json").exists()
+    with pytest.raises(ValueError, match="is or contains the source"):
+        convert(tmp_path / "run", tmp_path / "run", "legacy", overwrite=True)
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
+    first_checkpoint(tmp_path / "run")
+
+    def out_of_patience(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_sources_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match="no such directory"):
+        convert(tmp_path / "nothing", tmp_path / "out", "hf")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no checkpoint in a format that we know"):
+        convert(tmp_path / "empty", tmp_path / "out", "hf")
+    first_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match="--ckpt-step 3 .* there is iter_0000007"):
+        convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
+    assert sorted(READERS) == sorted(WRITERS)

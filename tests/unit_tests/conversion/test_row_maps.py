@@ -1,0 +1,43 @@
+"""Row maps against the same thing written with views."""
+
+import pytest
+import torch
+
+from megatron.conversion.row_maps import RowMap, as_is, gather, qkv_apart, qkv_blocks, scatter, stacked, stored_rows
+
+
+def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
+    parts = [part.reshape(groups, -1, part.shape[-1]) for part in (q, k, v)]
+    return torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
+
+
+Q, K, V = torch.randn(24, 5), torch.randn(12, 5), torch.randn(12, 5)  # 8 heads, 4 groups, head_dim 3
+TWO_BLOCKS = torch.cat([part.view(2, -1, 5)[half] for half in (0, 1) for part in (Q, K, V)])
+CASES: dict[str, tuple[RowMap, list[torch.Tensor], torch.Tensor]] = {
+    "as is": (as_is(24), [Q], Q),
+    "stacked": (stacked(12, 2), [K, V], torch.cat([K, V])),
+    "apart": (qkv_apart(8, 4, 3), [Q, K, V], interleaved(Q, K, V, 4)),
+    "thirds": (qkv_blocks(8, 4, 3, 1), [torch.cat([Q, K, V])], interleaved(Q, K, V, 4)),
+    "two blocks": (qkv_blocks(8, 4, 3, 2), [TWO_BLOCKS], interleaved(Q, K, V, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_directions(name: str) -> None:
+    row_map, stored, model = CASES[name]
+    assert stored_rows(row_map) == [len(tensor) for tensor in stored]
+
+    def read(source: int, first: int, count: int) -> torch.Tensor:
+        assert first >= 0 and count > 0 and first + count <= len(stored[source])
+        return stored[source][first : first + count]
+
+    for start in range(len(model)):
+        for stop in range(start + 1, len(model) + 1):
+            assert torch.equal(gather(row_map, start, stop, read), model[start:stop]), (start, stop)
+    for number, tensor in enumerate(stored):
+        assert torch.equal(scatter(row_map, number, model), tensor)
+
+
+def test_blocks_must_divide() -> None:
+    with pytest.raises(ValueError, match="4 query groups do not divide into 3 blocks"):
+        qkv_blocks(8, 4, 3, 3)

@@ -1,0 +1,59 @@
+"""Our reader and writer of safetensors against the library."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.conversion import safetensors_file
+from megatron.conversion.files import parse_size
+from megatron.conversion.model_space import TensorInfo
+from megatron.conversion.safetensors_file import SafetensorsFile, SafetensorsWriter
+
+TENSORS = {
+    "matrix": torch.randn(7, 5),
+    "half": torch.randn(4, 3, 2).bfloat16(),
+    "long": torch.arange(9),
+    "flag": torch.tensor([True, False]),
+    "scalar": torch.tensor(3.5, dtype=torch.float16),
+    "empty": torch.zeros(0, 4),
+    "eight": torch.randn(6).to(torch.float8_e4m3fn),
+}
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    assert file.tensors == {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
+    for name, tensor in TENSORS.items():
+        whole = file.read(name, (0,) * tensor.dim(), tuple(tensor.shape))
+        assert whole.dtype == tensor.dtype and torch.equal(whole.float(), tensor.float())
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
+    with SafetensorsWriter(tmp_path / "b.safetensors", infos) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor.t() if name == "scalar" else tensor)
+    found = load_file(tmp_path / "b.safetensors")
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("block", [1, 50, 1 << 20])
+def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_BLOCK", block)
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    assert torch.equal(file.read("matrix", (2, 1), (4, 3)), TENSORS["matrix"][2:6, 1:4])
+    assert torch.equal(file.read("matrix", (2, 0), (4, 5)), TENSORS["matrix"][2:6])
+    assert torch.equal(file.read("half", (1, 0, 1), (3, 3, 1)), TENSORS["half"][1:4, :, 1:])
+    assert torch.equal(file.read("long", (3,), (2,)), TENSORS["long"][3:5])
+
+
+def test_sizes() -> None:
+    assert [parse_size(s) for s in ("5GB", "1.5MB", "2 KiB", "77")] == [5 * 10**9, 1_500_000, 2048, 77]
+    for bad in ("5 GiGs", "0", "-1MB", "", "MB"):
+        with pytest.raises(ValueError, match="--max-shard-size"):
+            parse_size(bad)
