@@ -97,6 +97,8 @@ def load_checkpoint(run: Run) -> None:
             print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
         return
     common = load_common(found)
+    if "args" not in common:
+        raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
     for note in check_same_model(run.config.flags(), stored, str(found)):
         print_rank_0(f" > {note}")
