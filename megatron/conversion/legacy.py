@@ -151,8 +151,8 @@ class LegacySource:
                     self._add_tensor(key, parameter, main[index][position])
                 elif key not in self._table.tensors:
                     info = weights[parameter.key]
-                    read = lambda o, s, k=parameter.key: self._table.read(k, o, s)  # noqa: E731
-                    self._table.add(key, info, Piece((0,) * len(info.shape), info.shape, read))
+                    region = partial(self._table.read, parameter.key)
+                    self._table.add(key, info, Piece((0,) * len(info.shape), info.shape, region))
 
 
 def _models(content: dict[str, Any]) -> list[dict[str, torch.Tensor]]:

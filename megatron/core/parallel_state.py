@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -111,7 +112,7 @@ class ParallelState:
         """Build the process groups of every axis; collective over the initialised world."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
-        axes: dict[str, Axis] = {}
+        axes: dict[str, Any] = {}
         # Every rank takes part in the creation of every group, in one order; a group is created at its first member.
         for member in range(world_size):
             for name, ranks in _ranks_along_axes(config, world_size, member).items():

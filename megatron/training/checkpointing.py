@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import load, load_common, read_metadata, save, write_tracker
+from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
-from megatron.training.checkpoint_dir import find_checkpoint, iteration_directory
+from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
 from megatron.training.config import CheckpointConfig
 from megatron.training.initialize import print_rank_0, seed_everything
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
@@ -34,12 +34,10 @@ CONTENT_METADATA = {
 }
 
 
-FORMATS = {"torch_dist": save}  # --ckpt-format -> what writes it
-
-
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     """Save the run under `root` and move the tracker. Collective."""
-    config, start = run.config.checkpoint, time.perf_counter()
+    assert ckpt_format == "torch_dist"
+    config = run.config.checkpoint
     directory = iteration_directory(root, run.state.iteration)
     state = model_state(run)
     if not config.no_save_optim:
@@ -47,8 +45,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     if not config.no_save_rng:
         state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
     iteration = run.state.iteration
-    FORMATS[ckpt_format](state, directory, common=common_state(run), on_commit=lambda: write_tracker(root, iteration))
-    print_rank_0(f" > saved iteration {iteration} to {directory} in {time.perf_counter() - start:.2f} s")
+    run.saver.save(state, directory, common_state(run), lambda: write_tracker(root, iteration))
 
 
 def model_state(run: Run) -> ShardedStateDict:
@@ -93,7 +90,7 @@ def load_checkpoint(run: Run) -> None:
 
     Whatever layout wrote it: every rank reads the boxes it holds.
     """
-    found, weights_only = find(run)
+    found, weights_only = prepare_directories(run)
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
         if config.load is not None:
@@ -136,15 +133,19 @@ def _left_out(key: str, with_optimizer: bool) -> bool:
     return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
 
 
-def find(run: Run) -> tuple[Path | None, bool]:
-    """The checkpoint to load and whether only its weights count; (None, False): start from scratch.
+def prepare_directories(run: Run) -> tuple[Path | None, bool]:
+    """The checkpoint to load and whether only its weights count; (None, False): start from scratch. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
-    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
+    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a
+    checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:
         try:
+            if run.config.checkpoint.save is not None:
+                check_writable(run.config.checkpoint.save)
+                clean_up(run.config.checkpoint.save)
             answer = [_find(run.config.checkpoint)]
         except ValueError as error:
             answer = [error]

@@ -90,7 +90,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False)
     """Report the number of zeros in the gradient."""
     timing_log_level: int = flag(0)
-    """0: iteration time only; 1: phases of an iteration; 2: with forward, backward and communication apart."""
+    """0: iteration time only; 1: the phases of an iteration; 2: also waiting for data and the forward passes."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
     """Over ranks, report the slowest, the slowest and fastest, or all."""
     tensorboard_dir: str | None = flag(None)
@@ -143,6 +143,18 @@ class CheckpointConfig:
     """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
     ckpt_format: str = flag("torch_dist", choices=("torch_dist",))
     """Format of saved checkpoints."""
+    async_save: bool = flag(False)
+    """Write checkpoints in the background: training waits for the copy to host memory at most."""
+    ckpt_fully_parallel_save: bool = flag(True)
+    """Let the first of the ranks that hold the same weights write them, in place of sharing them out."""
+    ckpt_assume_constant_structure: bool = flag(False)
+    """Plan once without comparing between saves; a change of structure is an error then."""
+    dist_ckpt_workers: int = flag(2)
+    """Files that each rank writes at once."""
+    ckpt_staging_mem_limit: float | None = flag(None)
+    """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
+    exit_on_save_failure: bool = flag(False)
+    """Stop when a checkpoint cannot be saved, in place of a warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist",))
     """Write what was loaded to --ckpt-convert-save in this format, and exit."""
     ckpt_convert_save: str | None = flag(None)

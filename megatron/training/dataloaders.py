@@ -53,11 +53,14 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
 
 def num_samples(run: Run) -> tuple[int, int, int]:
     """Samples of (train, valid, test) that the whole run needs, from its beginning to its end."""
-    training = run.config.training
-    train = training.train_samples or run.batches.consumed_after(run.train_iters)
+    training, state = run.config.training, run.state
+    remaining = max(0, run.train_iters - state.iteration)
+    train = training.train_samples or run.batches.consumed_after(remaining, state.consumed_train_samples)
+    every = training.eval_interval
+    evaluations = 1 + (run.train_iters // every - state.iteration // every if every else 0)
     per_evaluation = training.eval_iters * run.batches.global_batch_size
-    evaluations = 1 + (run.train_iters // training.eval_interval if training.eval_interval else 0)
-    return 0 if training.skip_train else train, evaluations * per_evaluation, per_evaluation
+    valid = state.consumed_valid_samples + evaluations * per_evaluation if per_evaluation else 0
+    return 0 if training.skip_train else train, valid, per_evaluation
 
 
 def _compare_fingerprints(run: Run, train: Dataset | None) -> None:

@@ -18,7 +18,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 
-_WAIT_FOR_RANK_0 = 30.0  # seconds in which the launcher ends the other ranks after rank 0 has explained and exited
+_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
 
 def environment_rank() -> int:
@@ -97,9 +97,10 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 @contextmanager
 def errors_explained_once() -> Iterator[None]:
-    """A ValueError ends the process with one message: rank 0 prints it, the others only leave.
+    """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
-    They leave late: a launcher that sees one process fail kills the rest, and rank 0 must have spoken by then.
+    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
+    theirs alone.
     """
     try:
         yield
@@ -107,7 +108,27 @@ def errors_explained_once() -> Iterator[None]:
         if environment_rank() == 0:
             sys.exit(f"error: {error}")
         time.sleep(_WAIT_FOR_RANK_0)
-        sys.exit(1)
+        sys.exit(f"error on rank {environment_rank()}: {error}")
+
+
+class LostRankError(RuntimeError):
+    """This rank waited for another one in vain."""
+
+
+@contextmanager
+def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
+    """Turn the failure of a collective into a message that says what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
+            raise
+        raise LostRankError(
+            f"rank {ps.rank} of {ps.world_size} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank}) stops: another "
+            f"rank has died, or did not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
+            f"first error of the other ranks ({text.splitlines()[0]})"
+        ) from error
 
 
 def print_rank_0(message: str) -> None:

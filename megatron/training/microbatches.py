@@ -59,9 +59,9 @@ class BatchSchedule:
             iterations -= 1
         return consumed_samples + iterations * self.global_batch_size_at(consumed_samples)
 
-    def iterations_for(self, samples: int) -> int:
-        """Whole iterations that `samples` samples suffice for."""
-        consumed = iterations = 0
+    def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
+        """Whole iterations from `consumed_samples` on until `samples` samples in all are used up."""
+        consumed, iterations = consumed_samples, 0
         while self._ramps_at(consumed):
             if consumed + self.global_batch_size_at(consumed) > samples:
                 return iterations

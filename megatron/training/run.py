@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.data_samplers import Batch
 from megatron.training.microbatches import BatchSchedule
 from megatron.training.run_config import Config
+from megatron.training.saver import CheckpointSaver
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import Tokenizer
 
@@ -90,6 +91,7 @@ class Run:
     rng: TensorParallelRng
     vocab_size: int  # of the model, without padding
     flops_per_token: float
+    saver: CheckpointSaver
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)
 
@@ -98,7 +100,8 @@ class Run:
         """The iteration at which the run is complete."""
         training = self.config.training
         if training.train_samples is not None:
-            return self.batches.iterations_for(training.train_samples)
+            state = self.state  # earlier iterations may have had another batch size
+            return state.iteration + self.batches.iterations_for(training.train_samples, state.consumed_train_samples)
         return training.train_iters or 0
 
     @property

@@ -11,6 +11,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron.training.config import TrainingConfig
+
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send before they kill
 
 
@@ -46,18 +48,11 @@ class ExitDecision:
     only when a signal handler or a time limit was asked for.
     """
 
-    def __init__(
-        self,
-        signals: ExitSignals,
-        handle_signals: bool,
-        minutes: float | None,
-        interval: int | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, signals: ExitSignals, config: TrainingConfig, device: torch.device) -> None:
         self._signals = signals
-        self._handle_signals = handle_signals
-        self._minutes = minutes
-        self._interval = interval
+        self._handle_signals = config.exit_signal_handler
+        self._minutes = config.exit_duration_in_mins
+        self._interval = config.exit_interval
         self._device = device
         self._start = time.monotonic()
 

@@ -12,17 +12,19 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.config import CheckpointConfig
 from megatron.training.data_samplers import Batch
 from megatron.training.dataloaders import Data, Split, build_data
 from megatron.training.evaluation import evaluate, report
 from megatron.training.finiteness import FiniteCheck
 from megatron.training.flops import model_flops_per_token
 from megatron.training.forward_backward import forward_backward
-from megatron.training.initialize import initialize, print_rank_0, seed_everything
+from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
 from megatron.training.params_norm import params_norm
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
+from megatron.training.saver import CheckpointSaver
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
@@ -49,6 +51,7 @@ def pretrain(
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, convert_save, convert_format)
+        run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
     writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
@@ -90,6 +93,7 @@ def build_run(
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
         rng=rng,
+        saver=CheckpointSaver(config.checkpoint),
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,
         flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
@@ -112,38 +116,44 @@ def build_chunks(
 
 def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
-    training, checkpoint = run.config.training, run.config.checkpoint
+    training = run.config.training
     log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length)
     check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     saved_at = run.state.iteration
+    reason = None
     if training.manual_gc:
         gc.disable()
-    with ExitSignals().installed(training.exit_signal_handler) as signals:
-        decision = ExitDecision(
-            signals, training.exit_signal_handler, training.exit_duration_in_mins, training.exit_interval, run.device
-        )
-        reason = None
+    with (
+        ExitSignals().installed(training.exit_signal_handler) as signals,
+        lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
+    ):
+        decision = ExitDecision(signals, training, run.device)
         while reason is None and run.state.iteration < run.train_iters:
             iterate(run, data.train.batches, log, check)
-            iteration = run.state.iteration
-            if iteration == 1 or iteration % run.config.logging.log_interval == 0:
+            reason = decision.after(run.state.iteration)
+            over = reason is not None or run.state.iteration >= run.train_iters
+            if over or run.state.iteration == 1 or run.state.iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
             with log.paused():
-                if training.eval_interval is not None and iteration % training.eval_interval == 0:
+                if training.eval_interval is not None and run.state.iteration % training.eval_interval == 0:
                     _evaluate(run, data.valid, "validation", writers)
-                if checkpoint.save and checkpoint.save_interval and iteration % checkpoint.save_interval == 0:
+                root = _save_now(run.config.checkpoint, run.state.iteration, saved_at, over)
+                if root is not None:
                     check.finish()
-                    save_checkpoint(run, checkpoint.save, checkpoint.ckpt_format)
-                    saved_at = iteration
+                    save_checkpoint(run, root, run.config.checkpoint.ckpt_format)
+                    saved_at = run.state.iteration
+                run.saver.after_iteration()
                 _collect_garbage(run)
-            reason = decision.after(iteration)
-    check.finish()
-    if not log.is_empty:
-        _report_interval(run, log, check, writers)
-    if checkpoint.save and saved_at != run.state.iteration:
-        save_checkpoint(run, checkpoint.save, checkpoint.ckpt_format)
+        check.finish()
+        run.saver.close()
     if reason is not None:
         print_rank_0(f" > exiting after iteration {run.state.iteration}: {reason}")
+
+
+def _save_now(config: CheckpointConfig, iteration: int, saved_at: int, over: bool) -> str | None:
+    """Where to save after this iteration: at every --save-interval, and when training is over."""
+    due = over or (config.save_interval is not None and iteration % config.save_interval == 0)
+    return config.save if due and iteration != saved_at else None
 
 
 def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:
@@ -183,6 +193,7 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
     with run.timers("optimizer"):
+        run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
     run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step

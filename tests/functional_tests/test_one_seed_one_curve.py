@@ -55,7 +55,7 @@ def test_bf16_and_fp16_follow_fp32(pool):
 
 
 def test_masked_tokens_count_per_token(pool):
-    """With masked tokens, micro batches hold unequal numbers of tokens; per-token loss does not see how they are cut."""
+    """With masked tokens, micro batches hold unequal numbers of tokens; a loss per token does not see it."""
     flags = f"{DATA} {MODELS['llama']} --eod-mask-loss --calculate-per-token-loss "
     expected = reference(pool, flags)
     for world_size, more in [(1, "--micro-batch-size 1"), (2, DISTRIBUTED_OPTIMIZER), (2, LAYOUTS["pp2"][1])]:

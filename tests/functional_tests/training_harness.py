@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from pretrain_gpt import datasets_provider, forward_step, model_provider  # noqa: E402
 
 COMMON = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 "
-    "--lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.05 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--init-method-std 0.05 "
     "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 --eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 60 --make-vocab-size-divisible-by 8 "
 )
@@ -76,10 +77,10 @@ class Outcome:
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
-def train(rank: int, world_size: int, flags: str) -> Outcome:
-    """`pretrain_gpt.py FLAGS` as one rank of the group that exists."""
+def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outcome:
+    """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
     measured = Measurements()
-    config = parse_args(shlex.split(COMMON + flags), world_size)
+    config = parse_args(shlex.split(common + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
     state = model_state(run)
     state |= run.optimizer.sharded_state_dict(state)

@@ -8,6 +8,7 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
+from megatron.core.dist_checkpointing.integrity import VerifyReport, verify
 from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -39,6 +40,7 @@ __all__ = [
     "StoredChunk",
     "StoredTensor",
     "UnsafePickleError",
+    "VerifyReport",
     "clean_up",
     "flat_range_boxes",
     "is_complete",
@@ -49,5 +51,6 @@ __all__ = [
     "read_tracker",
     "safe_load",
     "save",
+    "verify",
     "write_tracker",
 ]

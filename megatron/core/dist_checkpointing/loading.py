@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.block_verifier import BlockVerifier
 from megatron.core.dist_checkpointing.coordination import Coordination
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.integrity import BlockVerifier
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planner import describe
 from megatron.core.dist_checkpointing.reader import Reader, Request

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class GPTModel(MegatronModule):
         layers = layers if layers is not None else range(config.num_layers)
         tied = not config.untie_embeddings_and_output_weights
         two_copies = tied and not (pre_process and post_process)
-        vocabulary = {
+        vocabulary: dict[str, Any] = {
             "vocab_size": config.vocab_size,
             "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
             "tp": tp,

@@ -172,7 +172,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
         rows, dy2d = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if ctx.split:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.module import MegatronModule
+from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
 from megatron.core.transformer.norm import Norm
@@ -69,7 +69,7 @@ class TransformerBlock(MegatronModule):
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         state: ShardedStateDict = {}
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
-            state.update(layer.sharded_state_dict(f"{prefix}layers.{number}."))
+            state.update(child_sharded_state_dict(layer, f"{prefix}layers.{number}."))
         if self.final_layernorm is not None:
             state.update(self.final_layernorm.sharded_state_dict(f"{prefix}final_layernorm."))
         return state

@@ -44,14 +44,16 @@ def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, targe
 @pytest.mark.parametrize("bf16", [False, True])
 def test_chain_through_all_formats_and_back(tmp_path, bf16):
     source = first_checkpoint(tmp_path / "0", bf16=bf16)
-    for step, saver in enumerate(["legacy", "hf", "torch_dist", "hf", "legacy", "torch_dist"]):
+    for step, saver in enumerate(
+        ["legacy", "universal", "hf", "torch_dist", "universal", "legacy", "hf", "torch_dist"]
+    ):
         convert(
             tmp_path / f"{step}",
             tmp_path / f"{step + 1}",
             saver,
             options=LAYOUT if step % 2 else Options(optim_sidecar=True),
         )
-    assert compare(source, open_checkpoint(tmp_path / "6")) == len(source.tensors)
+    assert compare(source, open_checkpoint(tmp_path / "8")) == len(source.tensors)
 
 
 def test_without_optimizer_and_in_another_dtype(tmp_path):

@@ -11,6 +11,7 @@ def test_constant():
         assert schedule.global_batch_size_at(consumed) == 64 and schedule.num_microbatches_at(consumed) == 8
     assert schedule.consumed_after(10) == 640 and schedule.consumed_after(10, 128) == 768
     assert schedule.iterations_for(639) == 9 and schedule.iterations_for(640) == 10 and schedule.iterations_for(0) == 0
+    assert schedule.iterations_for(640, 100) == 8  # where earlier iterations had another batch size
 
 
 def test_without_a_global_batch_size_there_is_one_microbatch():

@@ -5,6 +5,7 @@ import signal
 
 import torch
 
+from megatron.training.config import TrainingConfig
 from megatron.training.signals import ExitDecision, ExitSignals
 
 CPU = torch.device("cpu")
@@ -12,7 +13,7 @@ CPU = torch.device("cpu")
 
 def one_rank_is_signalled(rank, world_size):
     with ExitSignals().installed(True) as signals:
-        decision = ExitDecision(signals, True, None, None, CPU)
+        decision = ExitDecision(signals, TrainingConfig(exit_signal_handler=True), CPU)
         before = decision.after(1)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -24,7 +25,7 @@ def test_a_signal_on_one_rank_ends_all(pool):
 
 
 def time_is_up_on_one_rank(rank, world_size):
-    decision = ExitDecision(ExitSignals(), False, 0.0 if rank == 0 else 60.0, None, CPU)
+    decision = ExitDecision(ExitSignals(), TrainingConfig(exit_duration_in_mins=0.0 if rank == 0 else 60.0), CPU)
     return decision.after(1)
 
 
@@ -34,7 +35,7 @@ def test_a_time_limit_on_one_rank_ends_all(pool):
 
 
 def test_exit_interval_needs_no_communication():
-    decision = ExitDecision(ExitSignals(), False, None, 4, CPU)
+    decision = ExitDecision(ExitSignals(), TrainingConfig(exit_interval=4), CPU)
     assert [decision.after(i) is not None for i in range(1, 9)] == [False, False, False, True] * 2
 
 

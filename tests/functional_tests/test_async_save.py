@@ -1,0 +1,91 @@
+"""A checkpoint written behind training is, bit for bit, the one that training would have waited for."""
+
+import shlex
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from training_harness import (
+    COMMON,
+    LAYOUTS,
+    LLAMA,
+    Measurements,
+    assert_same_bits,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    train,
+    whole,
+)
+
+from megatron.core.dist_checkpointing import Reader, is_complete
+from megatron.training.run_config import parse_args
+from megatron.training.training import pretrain
+
+SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    reader = Reader(directory, verify=True)
+    return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
+
+
+@pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2_interleaved"])
+def test_every_asynchronous_checkpoint_is_the_synchronous_one(pool, tmp_path, layout):
+    world_size, flags = LAYOUTS[layout]
+    pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'sync'}")
+    pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'async'} --async-save --dist-ckpt-workers 1")
+    for iteration in (2, 4, 6, 8):
+        name = f"iter_{iteration:07d}"
+        assert_same_bits(stored(tmp_path / "sync" / name), stored(tmp_path / "async" / name))
+    assert (tmp_path / "async/latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_resuming_from_an_asynchronous_checkpoint_is_bitwise_the_uninterrupted_run(pool, tmp_path):
+    world_size, flags = LAYOUTS["dp2_distributed_optimizer"]
+    flags = f"{SAVING} {flags} --async-save --ckpt-assume-constant-structure "
+    expected = whole(pool.run(train, world_size, flags))
+    pool.run(train, world_size, f"{flags} --exit-interval 5 --save {tmp_path} --load {tmp_path}")
+    assert is_complete(tmp_path / "iter_0000005")
+    assert_same_bits(whole(pool.run(train, world_size, f"{flags} --save {tmp_path} --load {tmp_path}")), expected)
+
+
+def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
+    pool.run(train, 2, f"{SAVING} --save {tmp_path} --no-ckpt-fully-parallel-save --dist-ckpt-workers 1")
+    assert sorted(path.name for path in (tmp_path / "iter_0000008").glob("__1_*")) in ([], ["__1_1.distcp"])
+
+
+class DirectoryThief(Measurements):
+    """After iteration 3 the directory of the checkpoints is gone, and a file has its name."""
+
+    def interval(self, interval):
+        super().interval(interval)
+        if interval.last.iteration == 3:
+            self.root.rename(self.root.with_name("stolen"))
+            self.root.write_text("a file")
+
+
+def train_robbed(rank, world_size, root, flags):
+    thief = DirectoryThief()
+    thief.root = root
+    config = parse_args(shlex.split(f"{COMMON} {SAVING} --save {root} {flags}"), world_size)
+    return pretrain(config, model_provider, datasets_provider, forward_step, writers=[thief]).state.iteration
+
+
+@pytest.mark.parametrize("mode", ["", "--async-save"])
+def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
+    assert pool.run(train_robbed, 2, tmp_path / "checkpoints", mode) == [8, 8]
+    assert is_complete(tmp_path / "stolen/iter_0000002"), "the checkpoint before is as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "stolen"]
+
+
+def test_exit_on_save_failure(pool, tmp_path):
+    with pytest.raises(ValueError, match=r"iter_0000004 was not saved: .*(Not a directory|File exists)"):
+        pool.run(train_robbed, 2, tmp_path / "checkpoints", "--exit-on-save-failure")
+
+
+def test_files_can_be_read_by_others(pool, tmp_path):
+    pool.run(train, 1, f"{SAVING} --save {tmp_path}")
+    for path in (tmp_path / "iter_0000008").iterdir():
+        assert path.stat().st_mode & (stat.S_IRUSR | stat.S_IRGRP) == stat.S_IRUSR | stat.S_IRGRP

@@ -1,0 +1,228 @@
+"""What a new user gets wrong: a clear error that names the value, and nothing lost."""
+
+import os
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_harness import COMMON, LAYOUTS, MODELS, train
+
+from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.training.run import Loss
+from megatron.training.run_config import parse_args
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+ROOT = Path(__file__).parents[2]
+MOCK = f"--mock-data --train-iters 4 {MODELS['llama']}"
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with IndexedDatasetBuilder(str(tmp_path / "text"), np.uint16) as builder:
+        for start in range(20):
+            builder.add(np.arange(start, start + 40))
+    return tmp_path / "text"
+
+
+def train_on(pool, prefix, more=""):
+    data = f"--data-path {prefix} --split 100,0,0 --train-iters 3 --data-cache-path {prefix}_cache"
+    return pool.run(train, 1, f"{data} {MODELS['llama']} {more}")
+
+
+def test_good_data_is_good(pool, prefix):
+    assert len(train_on(pool, prefix)[0].measured.losses) == 3
+
+
+def test_wrong_path(pool, prefix):
+    with pytest.raises(ValueError, match=r"nowhere/text.*"):
+        train_on(pool, "/nowhere/text")
+
+
+def test_empty_bin(pool, prefix):
+    Path(f"{prefix}.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"text\.bin"):
+        train_on(pool, prefix)
+
+
+def test_truncated_bin(pool, prefix):
+    whole = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"text\.bin"):
+        train_on(pool, prefix)
+
+
+def test_index_of_another_dtype(pool, prefix):
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    assert struct.unpack_from("<B", index, 17) == (8,)  # uint16
+    index[17] = 4  # int32
+    Path(f"{prefix}.idx").write_bytes(index)
+    with pytest.raises(ValueError, match=r"text\.(bin|idx)"):
+        train_on(pool, prefix)
+
+
+def test_tokens_of_another_vocabulary(pool, prefix):
+    with pytest.raises(ValueError, match=r"59|vocab"):
+        train_on(pool, prefix, "--vocab-size 20")
+
+
+def test_corrupt_tracker(pool, tmp_path):
+    pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("iteration 2")
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt.*'iteration 2'"):
+        pool.run(train, 1, f"{MOCK} --load {tmp_path}")
+    tracker.unlink()
+    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
+    tracker.write_text("3")  # its checkpoint is gone
+    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
+    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train --ckpt-step 2")[0].iteration == 2
+    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: 2"):
+        pool.run(train, 1, f"{MOCK} --load {tmp_path} --ckpt-step 7")
+    (tmp_path / "iter_0000002/.metadata").unlink()
+    with pytest.raises(ValueError, match=r"names 3, which is not a complete checkpoint"):
+        pool.run(train, 1, f"{MOCK} --load {tmp_path}")
+
+
+@pytest.mark.parametrize("path", ["empty", "absent"])
+def test_load_without_a_checkpoint(pool, tmp_path, path):
+    """Never a silent random initialisation, except in the restart idiom of job scripts."""
+    (tmp_path / "empty").mkdir()
+    directory, other = tmp_path / path, tmp_path / "other"
+    with pytest.raises(ValueError, match=rf"{path} holds no checkpoint.*random weights"):
+        pool.run(train, 2, f"{MOCK} --load {directory}")
+    with pytest.raises(ValueError, match=rf"{path} holds no checkpoint.*random weights"):
+        pool.run(train, 1, f"{MOCK} --load {directory} --save {other}")
+    restart = f"{MOCK} --load {directory} --save {directory}"
+    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint"):
+        pool.run(train, 1, f"{restart} --exit-on-missing-checkpoint")
+    assert pool.run(train, 1, f"{restart} --exit-interval 2")[0].iteration == 2
+    assert pool.run(train, 1, restart)[0].iteration == 4
+
+
+def test_checkpoint_of_another_model(pool, tmp_path):
+    pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
+    with pytest.raises(ValueError) as error:
+        pool.run(train, 1, f"{MOCK} --load {tmp_path} --hidden-size 64 --num-layers 6 --qk-layernorm")
+    for line in (
+        "num_layers: 4 in the checkpoint, 6 now",
+        "hidden_size: 32 in the checkpoint, 64 now",
+        "qk_layernorm: False in the checkpoint, True now",
+        "--use-checkpoint-args",
+    ):
+        assert line in str(error.value)
+    with pytest.raises(ValueError, match=r"word_embeddings"):
+        pool.run(train, 1, f"{MOCK} --load {tmp_path} --vocab-size 80")
+
+
+def nan_on_the_last_rank(rank, world_size, flags):
+    calls = 0
+
+    def broken_forward_step(chunk, batch, activation):
+        nonlocal calls
+        output = forward_step(chunk, batch, activation)
+        calls += isinstance(output, Loss)
+        if rank == world_size - 1 and calls > 2:  # in the second iteration
+            return Loss(output.total * float("nan"), output.num_tokens)
+        return output
+
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, broken_forward_step)
+    return [bool(torch.isfinite(p).all()) for chunk in run.chunks for p in chunk.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2_distributed_optimizer"])
+def test_nan_stops_with_rank_and_iteration(pool, tmp_path, layout):
+    world_size, flags = LAYOUTS[layout]
+    flags = f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size {8 if 'dp' in layout else 4} --save {tmp_path}"
+    with pytest.raises(ValueError, match=r"iteration 2: the loss is not finite on rank 1"):
+        pool.run(nan_on_the_last_rank, world_size, flags)
+    assert not list(tmp_path.iterdir())
+    finite = pool.run(nan_on_the_last_rank, world_size, f"{flags} --no-check-for-nan-in-loss-and-grad")
+    assert all(all(rank) for rank in finite)  # updates were left out
+
+
+def environment(**more):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def start(flags, **variables):
+    return subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *shlex.split(COMMON + flags)],
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_ranks(flags, world_size):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        start(
+            flags,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def test_mistakes_end_with_one_message_and_no_traceback():
+    """Both ranks find the same mistake, before they have met; the first one tells it."""
+    first, second = start_ranks(
+        f"{MOCK} --tensor-model-parallel-size 2 --num-attention-heads 3 --hidden-size 48 --unfused", 2
+    )
+    _, text = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert text.strip() == "error: unknown flag --unfused: --help lists all flags"
+    second.kill()
+    assert second.communicate()[1].strip() == ""
+
+
+def wait_for_iteration(process, iteration):
+    for line in process.stdout:
+        if f"iteration {iteration:8d}/" in line:
+            return
+    raise AssertionError(process.stderr.read())
+
+
+LONG = f"--mock-data --train-iters 100000 {MODELS['llama']} "
+
+
+def test_sigterm_saves_and_ends(tmp_path, pool):
+    process = start(f"{LONG} --exit-signal-handler --save {tmp_path}")
+    wait_for_iteration(process, 3)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "SIGTERM was received" in output
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert f"exiting after iteration {saved}" in output
+    assert pool.run(train, 1, f"{LONG} --load {tmp_path} --skip-train")[0].iteration == saved
+
+
+@pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2"])
+def test_a_killed_rank_stops_the_others_with_the_reason(layout):
+    ranks = start_ranks(f"{LONG} {LAYOUTS[layout][1]} --distributed-timeout-minutes 0.5", 2)
+    wait_for_iteration(ranks[0], 2)
+    ranks[1].kill()
+    killed = time.monotonic()
+    _, errors = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode != 0 and time.monotonic() - killed < 45
+    assert "rank 0 of 2" in errors and "another rank has died" in errors
+    ranks[1].communicate()

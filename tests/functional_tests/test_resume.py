@@ -1,0 +1,186 @@
+"""A checkpoint has no layout: saved anywhere, resumed anywhere, and at the same layout as if nothing had happened."""
+
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, assert_same_bits, train, whole
+
+from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.training.run_config import parse_args
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+DATA = "--mock-data --train-iters 8 "
+SINGLE = {"single": (1, ""), **LAYOUTS}
+ROUNDING = 1e-5
+
+
+def losses(outcomes):
+    return outcomes[0].measured.losses
+
+
+def close(a, b):
+    return len(a) == len(b) and max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool):
+    return {name: losses(pool.run(train, 1, DATA + flags)) for name, flags in MODELS.items()}
+
+
+def train_to_4(pool, model, layout, directory, more=""):
+    world_size, flags = SINGLE[layout]
+    save = f"--exit-interval 4 --save {directory}"
+    return pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} {save} {more}")
+
+
+def load_and_stop(pool, model, layout, directory):
+    """Everything that a run at `layout` holds right after loading: it is told to go no further."""
+    world_size, flags = SINGLE[layout]
+    return pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", [name for name in SINGLE if name not in ("tp2", "dp2")])
+def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted, model, layout):
+    saved = train_to_4(pool, model, layout, tmp_path)
+    assert losses(saved)[-1] == pytest.approx(uninterrupted[model][3], rel=ROUNDING)
+    loaded = load_and_stop(pool, model, "single", tmp_path)
+    assert_same_bits(whole(loaded), whole(saved))
+    assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (4, 32)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(pool, tmp_path, uninterrupted, model):
+    saved = whole(train_to_4(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
+    for layout in SINGLE:
+        world_size, flags = SINGLE[layout]
+        assert_same_bits(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
+        resumed = pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}")
+        assert close(losses(resumed), uninterrupted[model][4:]), layout
+
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2"])
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_resuming_at_the_same_layout_changes_no_bit(pool, tmp_path, layout, precision):
+    """With dropout, so the random numbers must go on, too."""
+    world_size, flags = SINGLE[layout]
+    flags = f"{DATA} {MODELS['gpt2']} {DROPOUT} {precision} {flags}"
+    straight = pool.run(train, world_size, flags)
+    first = pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 4")
+    second = pool.run(train, world_size, f"{flags} --load {tmp_path}")
+    assert losses(first) + losses(second) == losses(straight)
+    assert_same_bits(whole(second), whole(straight))
+
+
+def test_fp16_resumes_with_its_loss_scale(pool, tmp_path):
+    flags = f"{DATA} {MODELS['llama']} --fp16 --initial-loss-scale 4294967296 --loss-scale-window 2 --hysteresis 1"
+    straight = pool.run(train, 1, flags)
+    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    second = pool.run(train, 1, f"{flags} --load {tmp_path}")
+    assert losses(second) == losses(straight)[4:]
+    assert_same_bits(whole(second), whole(straight))
+
+
+def test_bf16_checkpoint_reshards(pool, tmp_path):
+    """bf16 weights and fp32 main parameters both."""
+    saved = whole(train_to_4(pool, "llama", "tp2_dp2", tmp_path, "--bf16"))
+    assert saved["decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
+    assert saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
+    loaded = pool.run(train, 2, f"{DATA} {MODELS['llama']} --bf16 {LAYOUTS['pp2'][1]} --load {tmp_path} --skip-train")
+    assert_same_bits(whole(loaded), saved)
+
+
+def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tmp_path):
+    flags = f"{DATA} {MODELS['gpt2']} {DROPOUT}"
+    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    first, second = (pool.run(train, 2, f"{flags} {LAYOUTS['tp2'][1]} --load {tmp_path}") for _ in range(2))
+    assert losses(first) == losses(second)
+    assert_same_bits(whole(first), whole(second))
+
+
+def test_finetune_takes_weights_only(pool, tmp_path):
+    flags = f"{DATA} {MODELS['llama']}"
+    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    tuned = pool.run(train, 1, f"{flags} --load {tmp_path} --finetune --skip-train")
+    assert (tuned[0].iteration, tuned[0].consumed_train_samples) == (0, 0)
+    before, after = whole(saved), whole(tuned)
+    for key, tensor in after.items():
+        if key.startswith("optimizer.state.exp_avg"):
+            assert not tensor.any()
+        else:
+            assert torch.equal(tensor, before[key]), key
+
+
+def test_no_load_optim_keeps_the_position(pool, tmp_path):
+    flags = f"{DATA} {MODELS['llama']}"
+    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4 --no-save-optim --no-save-rng")
+    with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
+        pool.run(train, 1, f"{flags} --load {tmp_path}")
+    resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
+    assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (4, 32)
+    key = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert torch.equal(whole(resumed)[key], whole(saved)[key])
+    assert not whole(resumed)[f"optimizer.state.exp_avg.{key}"].any()
+
+
+def test_use_checkpoint_args(pool, tmp_path):
+    """Nothing of the model, its tokenizer or its schedule has to be typed again."""
+    saved = pool.run(train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval 4")
+    run = "--num-threads 1 --lr 1 --train-iters 8 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
+    from_checkpoint = f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
+    loaded = pool.run(train, 2, f"{from_checkpoint} --tensor-model-parallel-size 2", run)
+    assert_same_bits(whole(loaded), whole(saved))
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Documents of random tokens, so that samples can be told apart."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    generator = np.random.default_rng(0)
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for length in generator.integers(5, 60, 40):
+            builder.add(generator.integers(0, 60, length))
+    return prefix
+
+
+def train_and_record_tokens(rank, world_size, flags):
+    """(dp rank, tokens [samples, s] in the order they were trained on), from the first stage."""
+    seen = []
+
+    def recording_forward_step(chunk, batch, activation):
+        seen.append(batch["tokens"].clone())
+        return forward_step(chunk, batch, activation)
+
+    common = COMMON.replace("--lr-warmup-iters 2", "")
+    config = parse_args(shlex.split(common + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, recording_forward_step)
+    return run.ps.dp.rank, torch.stack(seen), run.config.training.micro_batch_size
+
+
+def stream(results):
+    """The samples of all replicas in the order of the stream: micro batch by micro batch, replica by replica."""
+    replicas = [tokens for _, tokens, _ in sorted(results, key=lambda result: result[0])]
+    return torch.stack(replicas, 1).flatten(0, 2)
+
+
+def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
+    """Other data-parallel size, micro batch and global batch on resume: the stream does not notice."""
+    data = (
+        f"--data-path {tokens} --split 100,0,0 {MODELS['llama']} --train-samples 48 --save {tmp_path} --load {tmp_path}"
+    )
+    straight = stream(pool.run(train_and_record_tokens, 1, data.replace(str(tmp_path), str(tmp_path / "straight"))))
+    parts = [
+        pool.run(train_and_record_tokens, 1, f"{data} --exit-interval 2"),
+        pool.run(train_and_record_tokens, 2, f"{data} --global-batch-size 4 --micro-batch-size 1 --exit-interval 5"),
+        pool.run(train_and_record_tokens, 4, f"{data} --global-batch-size 8 --micro-batch-size 2"),
+    ]
+    assert [len(stream(part)) for part in parts] == [16, 12, 20 // 8 * 8]
+    together = torch.cat([stream(part) for part in parts])
+    assert torch.equal(together, straight[: len(together)])
+    assert len({tuple(sample.tolist()) for sample in straight}) == 48
