@@ -52,7 +52,7 @@ def export_tokenizer(
         return _export_directory(tokenizer, directory, ids), []
     if tokenizer.is_file():
         return _export_sentencepiece(tokenizer, directory)
-    return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer-model"]
+    return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer"]
 
 
 def _export_directory(tokenizer: Path, directory: Path, ids: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _export_sentencepiece(model: Path, directory: Path) -> tuple[dict[str, Any],
 
 def _export_bpe(vocab: Path, merges: Path, directory: Path, ids: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     missing = [
-        f"tokenizer: {path} is not here; give --vocab-file and --merge-file"
+        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both"
         for path in (vocab, merges)
         if not path.exists()
     ]

@@ -170,7 +170,7 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Hi").input_ids[-2:] == [72, 105]
 
     elsewhere = random_source(LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False)
-    assert "give --tokenizer-model" in write_huggingface(elsewhere, tmp_path / "two")[0]
+    assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
     write_huggingface(elsewhere, tmp_path / "three", HuggingFaceOptions(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
 
