@@ -2,6 +2,7 @@
 
 import shlex
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ class DirectoryThief(Measurements):
     def interval(self, interval):
         super().interval(interval)
         if interval.last.iteration == 3:
+            while not (self.root / "latest_checkpointed_iteration.txt").exists():
+                time.sleep(0.01)
             self.root.rename(self.root.with_name("stolen"))
             self.root.write_text("a file")
 
