@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-# As in the workers of the pool: results do not depend on how many cores a machine has, nor do processes compete for them.
+# As in the workers of the pool: results do not depend on how many cores there are, nor do processes compete for them.
 torch.set_num_threads(1)
 
 
