@@ -170,7 +170,7 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Hi").input_ids[-2:] == [72, 105]
 
     elsewhere = random_source(LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False)
-    assert "give --tokenizer-model" in write_huggingface(elsewhere, tmp_path / "two")[0]
+    assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
     write_huggingface(elsewhere, tmp_path / "three", HuggingFaceOptions(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
 
@@ -186,7 +186,7 @@ def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (processor.bos_id(), processor.eos_id())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in ("the dog sat on the cat", "\u00e9 \u4e2d"):
+    for text in ("the dog sat on the cat", "  while\n    the dog  ran ", " ", "", "\n\n", "\u00e9 \u4e2d"):
         assert tokenizer(text).input_ids == processor.encode(text)
         assert tokenizer.decode(processor.encode(text)) == processor.decode(processor.encode(text))
 
@@ -195,7 +195,7 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path)
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    assert "transformers does not normalize" in write_huggingface(source, tmp_path / "hf")[0]
+    assert "would not split text as its SentencePiece model" in write_huggingface(source, tmp_path / "hf")[0]
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (tmp_path / "t.model").read_bytes()
 
 

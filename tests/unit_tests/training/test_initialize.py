@@ -75,8 +75,8 @@ def test_key_of_the_generators_tells_place_and_layout():
 
 def test_only_failures_of_communication_are_explained_as_lost_ranks():
     ps = ParallelState.for_rank(ParallelConfig(), 2, 1)
-    explained = pytest.raises(RuntimeError, match=r"rank 1 of 2 .*another rank has died.*minutes 3.*Connection closed")
-    with explained, lost_ranks_explained(ps, 3):
+    reason = r"rank 1 of 2 .*another rank has died.*minutes 3.*Connection closed"
+    with pytest.raises(RuntimeError, match=reason), lost_ranks_explained(ps, 3):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     with pytest.raises(RuntimeError, match=r"^out of memory$"), lost_ranks_explained(ps, 3):
         raise RuntimeError("out of memory")
