@@ -10,15 +10,19 @@ is given as the flags of training (--num-attention-heads 16 --position-embedding
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from pathlib import Path
-from typing import Any
 
-import torch
-from tqdm import tqdm
+# The repository instead of this directory, whose inspect.py would hide the standard library's.
+if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+    sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import argparse  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 from megatron.conversion.convert import WRITERS, Options, Outcome, convert  # noqa: E402
 from megatron.conversion.detect import READERS, Hints  # noqa: E402

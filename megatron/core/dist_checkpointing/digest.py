@@ -65,19 +65,19 @@ def tensor_digest(reader: Reader, key: str) -> int:
     stored = reader.metadata.tensors[key]
     total = 0
     for chunk in stored.chunks:
-        for offset, shape in _slices(chunk.shape, stored.dtype.itemsize):
+        for offset, shape in row_slices(chunk.shape, stored.dtype.itemsize, _SLICE):
             place = tuple(a + b for a, b in zip(chunk.offset, offset, strict=True))
             total += partial_digest(reader.read(key, place, shape), place, stored.shape)
     return total % (1 << 64)
 
 
-def _slices(shape: Shape, itemsize: int) -> Iterator[tuple[Shape, Shape]]:
-    """Rows of a box, about `_SLICE` bytes at a time."""
+def row_slices(shape: Shape, itemsize: int, nbytes: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offset, shape) of consecutive rows of a tensor, about `nbytes` at a time."""
     axis = next((i for i, extent in enumerate(shape) if extent > 1), None)
     if axis is None:
         yield (0,) * len(shape), shape
         return
-    step = max(1, shape[axis] * _SLICE // max(1, math.prod(shape) * itemsize))
+    step = max(1, shape[axis] * nbytes // max(1, math.prod(shape) * itemsize))
     for first in range(0, shape[axis], step):
         offset = tuple(first * (i == axis) for i in range(len(shape)))
         yield offset, tuple(min(step, n - first) if i == axis else n for i, n in enumerate(shape))
