@@ -122,6 +122,8 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         run.optimizer.reload_model_params(model)
     if not weights_only:
         _take_position(run, common, stored)
+        if not with_optimizer:
+            run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
     print_rank_0(f" > loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
 

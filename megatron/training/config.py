@@ -132,7 +132,7 @@ class CheckpointConfig:
     finetune: bool = flag(False)
     """Load the weights only and start at iteration 0: no optimizer, schedule, generators or data position."""
     no_load_optim: bool = flag(False)
-    """Load weights, iteration and data position, but neither optimizer nor schedule."""
+    """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
     no_load_rng: bool = flag(False)
     """Do not load the random number generators."""
     pretrained_checkpoint: str | None = flag(None)

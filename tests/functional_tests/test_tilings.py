@@ -51,7 +51,7 @@ def held_by(rank, world_size, flags):
     state = {key: entry for chunk in chunks for key, entry in chunk.sharded_state_dict().items()}
     state |= optimizer.sharded_state_dict(state)
     boxes = [(key, entry.global_shape, box.offset, box.tensor) for key, entry in state.items() for box in entry.boxes]
-    return Outcome(Measurements(), 0, 0, boxes)
+    return Outcome(Measurements(), 0, 0, 0.0, boxes)
 
 
 def all_tensors(world_size, flags):
