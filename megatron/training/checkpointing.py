@@ -96,7 +96,7 @@ def load_checkpoint(run: Run) -> None:
         if config.load is not None:
             print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
         return
-    common = load_common(found)
+    common = load_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
@@ -109,7 +109,14 @@ def load_checkpoint(run: Run) -> None:
         wanted |= _optimizer_state(run, model, common, found)
     if not (weights_only or config.no_load_rng) and rng_key(run.ps) in read_metadata(found).objects:
         wanted[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), None)
-    objects = load(wanted, found, skip=lambda key: _left_out(key, with_optimizer)).objects
+    objects = load(
+        wanted,
+        found,
+        strictness=config.dist_ckpt_strictness,
+        skip=lambda key: _left_out(key, with_optimizer),
+        verify=config.ckpt_verify,
+        exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
+    ).objects
     if with_optimizer:
         run.optimizer.load_state_dict(common["optimizer"], model)
         run.scheduler.load_state_dict(common["opt_param_scheduler"])

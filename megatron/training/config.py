@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.dist_checkpointing.validation import STRICTNESS
 from megatron.core.utils import flag
 
 
@@ -48,7 +49,7 @@ class TrainingConfig:
     manual_gc: bool = flag(False)
     """Run Python's garbage collector only where we say, at the same iterations on all ranks."""
     manual_gc_interval: int = flag(0)
-    """Iterations between garbage collections with --manual-gc; 0: only before evaluations."""
+    """Iterations between garbage collections with --manual-gc; 0: none."""
 
 
 @dataclass
@@ -101,6 +102,8 @@ class LoggingConfig:
     """Events that TensorBoard keeps in memory before it writes."""
     log_timers_to_tensorboard: bool = flag(False)
     """Write the timers to TensorBoard, too."""
+    log_memory_to_tensorboard: bool = flag(False)
+    """Write the memory in use to TensorBoard, too (of rank 0; on the CPU the peak of the process)."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
     """Write the validation perplexity to TensorBoard, too."""
     wandb_project: str | None = flag(None)
@@ -135,6 +138,12 @@ class CheckpointConfig:
     """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
     no_load_rng: bool = flag(False)
     """Do not load the random number generators."""
+    dist_ckpt_strictness: str = flag("raise_all", choices=tuple(STRICTNESS))
+    """What to do about keys that the model wants and the checkpoint lacks (unexpected), and the reverse (all: both)."""
+    ckpt_fully_parallel_load: bool = flag(False)
+    """Replicas read what they all want in equal shares and exchange it, instead of each reading everything."""
+    ckpt_verify: bool = flag(False)
+    """Check what is loaded against the checksums in the checkpoint."""
     pretrained_checkpoint: str | None = flag(None)
     """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
     exit_on_missing_checkpoint: bool = flag(False)

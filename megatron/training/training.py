@@ -27,7 +27,7 @@ from megatron.training.saver import CheckpointSaver
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.writers import make_writers
+from megatron.training.writers import make_writers, memory
 
 
 def pretrain(
@@ -145,6 +145,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
         run.saver.close()
+    gc.enable()
     if leave is not None:
         print_rank_0(f" > exiting after iteration {run.state.iteration}: {leave.reason}")
 
@@ -209,6 +210,8 @@ def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Se
         print_rank_0(run.timers.report(times, len(interval.iterations)))
     for writer in writers:
         writer.interval(interval)
+        if run.config.logging.log_memory_to_tensorboard:
+            writer.scalars(memory(), interval.last.iteration)
         if run.config.logging.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)
