@@ -66,6 +66,8 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
 def _position_type(namespace: Mapping[str, Any]) -> str:
     kind = namespace.get("position_embedding_type")
     if isinstance(kind, Placeholder):
+        if kind.args not in [(number,) for number in _POSITION_TYPES]:
+            raise ValueError(f"position_embedding_type {kind} is not supported")
         return _POSITION_TYPES[kind.args[0]]
     if kind is not None:
         return str(kind)

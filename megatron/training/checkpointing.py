@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.conversion.model_space import Source
 from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
 from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
 from megatron.training.config import CheckpointConfig
+from megatron.training.foreign import load_foreign
 from megatron.training.initialize import print_rank_0, seed_everything
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
 from megatron.training.run import Run, TrainState
@@ -85,11 +87,14 @@ def common_state(run: Run) -> dict[str, Any]:
     return common
 
 
-def load_checkpoint(run: Run) -> None:
+def load_checkpoint(run: Run, source: Source | None = None) -> None:
     """Continue where a checkpoint ended, or start fresh where that is what the flags mean. Collective.
 
-    Whatever layout wrote it: every rank reads the boxes it holds.
+    Whatever layout wrote it: every rank reads the boxes it holds. `source` is the checkpoint of another program.
     """
+    if source is not None:
+        load_foreign(run, source, model_state(run))
+        return
     found, weights_only = prepare_directories(run)
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:

@@ -17,6 +17,7 @@ from megatron.training.dataloaders import Data, Split, build_data
 from megatron.training.evaluation import evaluate, report
 from megatron.training.finiteness import FiniteCheck
 from megatron.training.flops import model_flops_per_token
+from megatron.training.foreign import foreign_source, stored_vocab_size
 from megatron.training.forward_backward import forward_backward
 from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
@@ -26,7 +27,7 @@ from megatron.training.run_config import Config
 from megatron.training.saver import CheckpointSaver
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
-from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.tokenizer import build_tokenizer
 from megatron.training.writers import make_writers, memory
 
 
@@ -41,12 +42,14 @@ def pretrain(
 
     Raises ValueError for what the user can mend, the same on every rank that can see it.
     """
-    for note in config.notes:
-        print_rank_0(f" > {note}")
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
-    run = build_run(config, ps, device, tokenizer, model_provider, forward_step)
-    load_checkpoint(run)
+    source = foreign_source(config.checkpoint)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
+    for note in config.notes:
+        print_rank_0(f" > {note}")
+    run = build_run(config, ps, device, model_provider, forward_step)
+    load_checkpoint(run, source)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, convert_save, convert_format)
@@ -67,12 +70,12 @@ def build_run(
     config: Config,
     ps: ParallelState,
     device: torch.device,
-    tokenizer: Tokenizer,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
 ) -> Run:
-    """Model, optimizer and schedules, initialised from the seed; no data, no checkpoint."""
-    vocab_size = config.set_vocab_size(tokenizer.vocab_size)
+    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     chunks = build_chunks(config, ps, rng, model_provider)
