@@ -1,10 +1,12 @@
 """Training speed, side by side with peers in one run.
 
-Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging) against a plain loop of
-transformers (SDPA, fused AdamW), on the same model, taking turns so that a noisy machine disturbs all alike. Reported
-are medians, GFLOP/s by one formula for all, the ratio, and the machine's own GEMM ceiling.
+Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging) against plain loops of
+transformers (SDPA, fused AdamW) and megatron-core (its local layers, fused AdamW), on the same model, taking turns so
+that a noisy machine disturbs all alike. Reported are medians, GFLOP/s by one formula for all, the ratio to the best
+peer, and the machine's own GEMM ceiling.
 
     python benchmarks/training.py                    # fp32 and bf16 against transformers
+    python benchmarks/training.py --megatron-core-python PATH  # and megatron-core, installed in its own environment
     python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
 """
 
@@ -59,14 +61,14 @@ def ours(
     return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)]
 
 
-def transformers(dtype: str, steps: int, threads: int) -> list[float]:
-    script = str(ROOT / "benchmarks/peers/transformers_training.py")
-    output = run([sys.executable, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads)], threads)
-    return [float(line) for line in output.split()]
+def peer(name: str, python: str, dtype: str, steps: int, threads: int) -> list[float]:
+    script = str(ROOT / f"benchmarks/peers/{name}_training.py")
+    output = run([python, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads)], threads)
+    return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
 
 def run(command: list[str], threads: int) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
@@ -92,16 +94,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
+    parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
     args = parser.parse_args()
 
     work = flops_per_step()
     print(f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}")
     for dtype in args.dtypes:
         ceiling = gemm_ceiling(torch.float32 if dtype == "fp32" else torch.bfloat16, args.threads)
+        pythons = {"transformers": sys.executable}
+        if args.megatron_core_python:
+            pythons["megatron_core"] = args.megatron_core_python
         programs = {
-            "transformers": lambda dtype=dtype: transformers(dtype, args.steps, args.threads),
-            "ours": lambda dtype=dtype: ours(dtype, args.steps, args.threads),
+            name: lambda name=name, python=python, dtype=dtype: peer(name, python, dtype, args.steps, args.threads)
+            for name, python in pythons.items()
         }
+        programs["ours"] = lambda dtype=dtype: ours(dtype, args.steps, args.threads)
         if args.layouts:
             for name, extra in LAYOUTS.items():
                 micro = BATCH // 2 if name in ("DP2", "PP2") else BATCH
@@ -112,12 +119,12 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, program in programs.items():
                 times[name] += program()[SKIP:]
-        reference = statistics.median(times["transformers"])
+        best_peer = min(statistics.median(times[name]) for name in pythons)
         print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s")
         for name, values in times.items():
             median = statistics.median(values)
             speed = work / median / 1e6
-            print(f"  {name:14s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {reference / median:5.2f}x transformers")
+            print(f"  {name:14s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
+from megatron.training.host_memory import keep_freed_memory
 
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
@@ -42,6 +43,8 @@ def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[Par
     device = choose_device(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
         _init_process_group(

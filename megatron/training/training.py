@@ -201,7 +201,8 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
     with run.timers("optimizer"):
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
-    run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
+    if not step.held_back:
+        run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step
 
 

@@ -36,6 +36,17 @@ def test_evaluation_is_the_same_everywhere_and_disturbs_nothing(pool, layout):
     assert perplexity == pytest.approx(torch.tensor(single.points["lm loss validation", 2]).exp().item(), rel=1e-5)
 
 
+def test_the_schedule_waits_for_steps_that_the_loss_scale_held_back(pool):
+    flags = f"{LLAMA} --train-iters 16 --lr-decay-style linear --lr-warmup-iters 0 --min-lr 0 "
+    plain = pool.run(train, 1, flags)[0].measured
+    fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[0].measured
+    assert fp16.skipped[0] and not fp16.skipped[-1]
+    rate, schedule = fp16.learning_rates[0], iter(plain.learning_rates)  # first that at which the run started
+    for skipped, learning_rate in zip(fp16.skipped, fp16.learning_rates, strict=True):
+        rate = rate if skipped else next(schedule)
+        assert learning_rate == rate
+
+
 def test_skip_train_evaluates_what_was_loaded(pool, tmp_path):
     flags = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 100 --save {tmp_path} "
     trained = pool.run(train, 1, flags)[0]

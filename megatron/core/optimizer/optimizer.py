@@ -36,6 +36,8 @@ class StepResult:
     """Norm of the gradient of the global batch before clipping."""
     skipped: torch.Tensor
     """True when the norm was not finite: then parameters and state are as they were before the step."""
+    held_back: bool
+    """Skipped by the dynamic loss scale, which is known at once; Megatron-LM's schedule does not advance then."""
     num_zeros: torch.Tensor | None
     """Zeros in the gradient, padding of the vocabulary included, if they were to be counted."""
 
@@ -92,9 +94,10 @@ class MegatronOptimizer:
         self._optimizer.step()
         # Phase 3: the model
         self._copy_to_model()
+        held_back = self.grad_scaler.dynamic and bool(skipped)
         if self.grad_scaler.dynamic:
-            self.grad_scaler.update(bool(skipped))
-        return StepResult(norm, skipped, num_zeros)
+            self.grad_scaler.update(held_back)
+        return StepResult(norm, skipped, held_back, num_zeros)
 
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Main parameters and state as boxes of the parameters they belong to; nothing is copied or communicated.

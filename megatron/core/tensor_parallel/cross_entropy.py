@@ -100,5 +100,7 @@ def _exponentials(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Ten
 def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, mine: Tensor, dloss: Tensor) -> Tensor:
     """`(softmax - onehot) * dloss`, in place of the exponentials."""
     exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
-    onehot = (dloss * mine).to(exponentials.dtype).neg_().unsqueeze(1)
-    return exponentials.scatter_add_(1, columns.unsqueeze(1), onehot)
+    rows = torch.arange(exponentials.shape[0], device=exponentials.device)
+    at_label = exponentials[rows, columns].float() - dloss * mine
+    exponentials[rows, columns] = at_label.to(exponentials.dtype)  # in place; scatter_add_ would copy the whole matrix
+    return exponentials

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def pending(iteration, loss, skipped=False):
-    step = StepResult(torch.tensor(float(iteration)), torch.tensor(skipped), None)
+    step = StepResult(torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None)
     return PendingIteration(iteration, 8 * iteration, 8, 1e-3, 1.0, loss, step, None)
 
 
