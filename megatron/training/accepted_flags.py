@@ -76,7 +76,6 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--dataloader-fast-cache-load": Accepted("cached indices are always loaded without a barrier"),
     "--dataloader-defer-npy-index-mmap": Accepted("indices are mapped when they are needed"),
     # Checkpoints
-    "--use-dist-ckpt": Accepted("it is the default"),
     "--dist-ckpt-format": Accepted("--ckpt-format says it", True, only=("torch_dist",)),
     "--auto-detect-ckpt-format": Accepted(_ANY_FORMAT),
     "--use-persistent-ckpt-worker": Accepted("writers live as long as the run"),
@@ -103,6 +102,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
 OTHER_NAMES: dict[str, tuple[str, object]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
     "--recompute-activations": ("recompute_granularity", "selective"),
+    "--use-dist-ckpt": ("ckpt_format", "torch_dist"),
 }
 
 

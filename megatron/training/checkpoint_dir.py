@@ -17,6 +17,10 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def iteration_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("iter_"))
+
+
 def check_writable(root: str | Path) -> None:
     """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
     try:
