@@ -24,7 +24,9 @@ class ParallelConfig:
     """Number of ranks over which every layer's matrices are split."""
     pipeline_model_parallel_size: int = flag(1)
     """Number of pipeline stages."""
-    virtual_pipeline_model_parallel_size: int | None = flag(None)
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+    )
     """Number of model chunks per pipeline stage (interleaved schedule)."""
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""

@@ -50,6 +50,9 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--no-async-tensor-model-parallel-allreduce": Accepted("an overlap, not a result"),
     "--tp-comm-overlap": Accepted("an overlap, not a result"),
     "--no-overlap-p2p-communication": Accepted("an overlap, not a result"),
+    "--overlap-param-gather-with-optimizer-step": Accepted("an overlap, not a result"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": Accepted("groups have the size of the pipeline", True),
+    "--ddp-average-in-collective": Accepted("gradients are summed, and divided in fp32"),
     "--overlap-p2p-communication-warmup-flush": Accepted("an overlap, not a result"),
     "--no-align-grad-reduce": Accepted("an overlap, not a result"),
     "--no-align-param-gather": Accepted("an overlap, not a result"),
@@ -65,6 +68,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--lazy-mpu-init": Accepted("groups are created once, at the start", True),
     "--context-parallel-size": Accepted("there is no context parallelism", True, only=("1",)),
     "--expert-model-parallel-size": Accepted("the model has no experts", True, only=("1",)),
+    "--expert-tensor-parallel-size": Accepted("the model has no experts", True, only=("1",)),
     "--num-distributed-optimizer-instances": Accepted("one instance spans data parallelism", True, only=("1",)),
     # Initialization
     "--use-cpu-initialization": Accepted("initial weights do not depend on device or layout in any case"),
@@ -72,9 +76,9 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--dataloader-fast-cache-load": Accepted("cached indices are always loaded without a barrier"),
     "--dataloader-defer-npy-index-mmap": Accepted("indices are mapped when they are needed"),
     # Checkpoints
-    "--use-dist-ckpt": Accepted("it is the default"),
     "--dist-ckpt-format": Accepted("--ckpt-format says it", True, only=("torch_dist",)),
     "--auto-detect-ckpt-format": Accepted(_ANY_FORMAT),
+    "--use-persistent-ckpt-worker": Accepted("writers live as long as the run"),
     "--dist-ckpt-optim-fully-reshardable": Accepted(_RESHARDABLE),
     "--distrib-optim-fully-reshardable-mem-efficient": Accepted("nothing is gathered to save"),
     "--ckpt-convert-update-legacy-dist-opt-format": Accepted(_RESHARDABLE),
@@ -84,6 +88,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--log-learning-rate-to-tensorboard": Accepted(_ALWAYS_LOGGED),
     "--log-batch-size-to-tensorboard": Accepted(_ALWAYS_LOGGED),
     "--log-world-size-to-tensorboard": Accepted("part of the arguments that are logged once"),
+    "--no-manual-gc-eval": Accepted("evaluation collects no garbage"),
     "--log-progress": Accepted("consumed samples are in every log line"),
     "--no-barrier-with-level-1-timing": Accepted("timers put no barriers"),
     "--logging-level": Accepted("one level of messages", True),
@@ -97,6 +102,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
 OTHER_NAMES: dict[str, tuple[str, object]] = {
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
     "--recompute-activations": ("recompute_granularity", "selective"),
+    "--use-dist-ckpt": ("ckpt_format", "torch_dist"),
 }
 
 

@@ -99,17 +99,21 @@ def _add_flag(group: argparse._ArgumentGroup, section: type, field: dataclasses.
     """`--name VALUE`; a bool is a switch to the opposite of its default; a list takes several words."""
     text = field_docs(section)[field.name].replace("%", "%%")
     hint = _without_none(typing.get_type_hints(section)[field.name])
-    names = option_names(field)
+    name, *others = option_names(field)
+    options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
-        group.add_argument(*names, dest=field.name, action="store_const", const=not field.default, help=text)
-        return
-    if field.default is not None:
-        text += f" (default: {field.default})"
-    choices = field.metadata["choices"]
-    options: dict[str, Any] = {"choices": choices} if choices else {"metavar": _metavar(hint)}
-    if typing.get_origin(hint) is list:
-        options["nargs"] = "+"
-    group.add_argument(*names, dest=field.name, type=_converter(hint), help=text, **options)
+        options |= {"action": "store_const", "const": not field.default}
+    else:
+        options |= {"type": _converter(hint), "choices": field.metadata["choices"], "metavar": _metavar(hint)}
+        if options["choices"]:
+            text += f" One of {', '.join(options['choices'])}."
+        if typing.get_origin(hint) is list:
+            options["nargs"] = "+"
+        if field.default is not None:
+            text += f" (default: {field.default})"
+    group.add_argument(name, help=text + "".join(f" Also {other}." for other in others), **options)
+    for other in others:
+        group.add_argument(other, help=argparse.SUPPRESS, **options)
 
 
 def _without_none(hint: Any) -> Any:

@@ -13,13 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.conversion.model_space import Source
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
+from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
-from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
+from megatron.training.checkpoint_dir import check_writable, find_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.foreign import load_foreign
 from megatron.training.initialize import print_rank_0, seed_everything
+from megatron.training.legacy_save import layout_of
+from megatron.training.retention import VALIDATION_LOSS, remove_leftovers
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
 from megatron.training.run import Run, TrainState
 from megatron.training.tokenizer import padded_vocab_size
@@ -38,16 +40,14 @@ CONTENT_METADATA = {
 
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     """Save the run under `root` and move the tracker. Collective."""
-    assert ckpt_format == "torch_dist"
     config = run.config.checkpoint
-    directory = iteration_directory(root, run.state.iteration)
     state = model_state(run)
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(state)
     if not config.no_save_rng:
         state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
-    iteration = run.state.iteration
-    run.saver.save(state, directory, common_state(run), lambda: write_tracker(root, iteration))
+    legacy = layout_of(run.config) if ckpt_format == "torch" else None
+    run.saver.save(state, Path(root), run.state.iteration, common_state(run), legacy)
 
 
 def model_state(run: Run) -> ShardedStateDict:
@@ -84,6 +84,8 @@ def common_state(run: Run) -> dict[str, Any]:
     if not config.checkpoint.no_save_optim:
         common["optimizer"] = run.optimizer.state_dict()
         common["opt_param_scheduler"] = run.scheduler.state_dict()
+    if run.validated is not None and run.validated[0] == state.iteration:
+        common[VALIDATION_LOSS] = run.validated[1]
     return common
 
 
@@ -92,16 +94,16 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
 
     Whatever layout wrote it: every rank reads the boxes it holds. `source` is the checkpoint of another program.
     """
+    found, weights_only = prepare_directories(run, source)
     if source is not None:
         load_foreign(run, source, model_state(run))
         return
-    found, weights_only = prepare_directories(run)
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
         if config.load is not None:
             print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
         return
-    common = load_common(found)
+    common = load_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
@@ -114,7 +116,14 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         wanted |= _optimizer_state(run, model, common, found)
     if not (weights_only or config.no_load_rng) and rng_key(run.ps) in read_metadata(found).objects:
         wanted[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), None)
-    objects = load(wanted, found, skip=lambda key: _left_out(key, with_optimizer)).objects
+    objects = load(
+        wanted,
+        found,
+        strictness=config.dist_ckpt_strictness,
+        skip=lambda key: _left_out(key, with_optimizer),
+        verify=config.ckpt_verify,
+        exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
+    ).objects
     if with_optimizer:
         run.optimizer.load_state_dict(common["optimizer"], model)
         run.scheduler.load_state_dict(common["opt_param_scheduler"])
@@ -142,12 +151,12 @@ def _left_out(key: str, with_optimizer: bool) -> bool:
     return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
 
 
-def prepare_directories(run: Run) -> tuple[Path | None, bool]:
-    """The checkpoint to load and whether only its weights count; (None, False): start from scratch. Collective.
+def prepare_directories(run: Run, source: Source | None) -> tuple[Path | None, bool]:
+    """The checkpoint to load and whether only its weights count; (None, False): from scratch, or `source`. Collective.
 
     Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
-    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a
-    checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    can be written to, and removes what saves and removals that were cut off left there. ValueError for a --load without
+    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:
@@ -155,7 +164,8 @@ def prepare_directories(run: Run) -> tuple[Path | None, bool]:
             if run.config.checkpoint.save is not None:
                 check_writable(run.config.checkpoint.save)
                 clean_up(run.config.checkpoint.save)
-            answer = [_find(run.config.checkpoint)]
+                remove_leftovers(run.config.checkpoint.save)
+            answer = [_find(run.config.checkpoint) if source is None else (None, False)]
         except ValueError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)

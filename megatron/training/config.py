@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.dist_checkpointing.validation import STRICTNESS
 from megatron.core.utils import flag
 
 
@@ -42,13 +43,13 @@ class TrainingConfig:
     exit_interval: int | None = flag(None)
     """Save and end the process when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = flag(None)
-    """Save and end the process after this many minutes."""
+    """Save and end the process within this many minutes: in time for a save that takes as long as the last one did."""
     exit_signal_handler: bool = flag(False)
     """On SIGTERM or SIGUSR1 finish the iteration, save and end, on all ranks together."""
     manual_gc: bool = flag(False)
     """Run Python's garbage collector only where we say, at the same iterations on all ranks."""
     manual_gc_interval: int = flag(0)
-    """Iterations between garbage collections with --manual-gc; 0: only before evaluations."""
+    """Iterations between garbage collections with --manual-gc; 0: none."""
 
 
 @dataclass
@@ -101,6 +102,8 @@ class LoggingConfig:
     """Events that TensorBoard keeps in memory before it writes."""
     log_timers_to_tensorboard: bool = flag(False)
     """Write the timers to TensorBoard, too."""
+    log_memory_to_tensorboard: bool = flag(False)
+    """Write the memory in use to TensorBoard, too (of rank 0; on the CPU the peak of the process)."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
     """Write the validation perplexity to TensorBoard, too."""
     wandb_project: str | None = flag(None)
@@ -121,6 +124,16 @@ class CheckpointConfig:
     """Directory to save checkpoints to."""
     save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
     """Iterations between checkpoints; one more is written at the end of the run."""
+    save_interval_secs: float | None = flag(None)
+    """Seconds between checkpoints, besides or in place of --save-interval; any save starts the clock anew."""
+    keep_last_n: int | None = flag(None)
+    """Keep the last N checkpoints and remove older ones, unless another rule keeps them. With a rule alone: 1."""
+    save_retain_interval: int | None = flag(None)
+    """Keep the checkpoints of all multiples of this iteration for ever, and remove others when they are superseded."""
+    keep_best_n: int | None = flag(None)
+    """Keep the N checkpoints with the lowest validation loss, of those at whose iteration it was measured."""
+    save_hf: str | None = flag(None)
+    """When the run is complete, also write the model there in Hugging Face's form."""
     no_save_optim: bool = flag(False)
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool = flag(False)
@@ -135,14 +148,20 @@ class CheckpointConfig:
     """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
     no_load_rng: bool = flag(False)
     """Do not load the random number generators."""
+    dist_ckpt_strictness: str = flag("raise_all", choices=tuple(STRICTNESS))
+    """What to do about keys that the model wants and the checkpoint lacks (unexpected), and the reverse (all: both)."""
+    ckpt_fully_parallel_load: bool = flag(False)
+    """Replicas read what they all want in equal shares and exchange it, instead of each reading everything."""
+    ckpt_verify: bool = flag(False)
+    """Check what is loaded against the checksums in the checkpoint."""
     pretrained_checkpoint: str | None = flag(None)
     """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
     exit_on_missing_checkpoint: bool = flag(False)
     """An empty --load is an error even if it is the same directory as --save."""
     use_checkpoint_args: bool = flag(False)
     """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
-    ckpt_format: str = flag("torch_dist", choices=("torch_dist",))
-    """Format of saved checkpoints."""
+    ckpt_format: str = flag("torch_dist", choices=("torch_dist", "torch"))
+    """Format of saved checkpoints; torch is Megatron-LM's legacy one, whose files belong to a layout."""
     async_save: bool = flag(False)
     """Write checkpoints in the background: training waits for the copy to host memory at most."""
     ckpt_fully_parallel_save: bool = flag(True)
@@ -155,7 +174,7 @@ class CheckpointConfig:
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, in place of a warning."""
-    ckpt_convert_format: str | None = flag(None, choices=("torch_dist",))
-    """Write what was loaded to --ckpt-convert-save in this format, and exit."""
+    ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))
+    """Write what was loaded in this format, and exit."""
     ckpt_convert_save: str | None = flag(None)
-    """Where --ckpt-convert-format writes."""
+    """Where --ckpt-convert-format writes: to the directory FORMAT in this one."""

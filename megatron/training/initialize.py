@@ -143,8 +143,14 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
     if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store over its restarts: without a name of its own, gloo would find the addresses of the dead
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}_of_{world_size}_ranks", store)
     device_id = device if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
 
 
 def _be_deterministic() -> None:

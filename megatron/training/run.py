@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -92,6 +93,8 @@ class Run:
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     saver: CheckpointSaver
+    started: float = field(default_factory=time.monotonic)  # when the program began
+    validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)
 

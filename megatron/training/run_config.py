@@ -227,10 +227,26 @@ def _check_batches(config: Config, dp_size: int) -> None:
     config.schedule()
 
 
+def _check_legacy(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.async_save:
+        raise ValueError("--ckpt-format torch is written while training waits: --async-save needs torch_dist")
+    if checkpoint.keep_best_n is not None:
+        raise ValueError(f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss")
+
+
 def _check_checkpoint(config: Config, dp_size: int) -> None:
     checkpoint = config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save_interval < 1:
-        raise ValueError(f"--save-interval must be positive, got {checkpoint.save_interval}")
+    for name in ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n"):
+        value = getattr(checkpoint, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
+        raise ValueError(
+            f"--keep-best-n {checkpoint.keep_best_n} goes by the validation loss: give --eval-interval (one that meets "
+            "the saved iterations) and --eval-iters"
+        )
+    if checkpoint.ckpt_format == "torch":
+        _check_legacy(checkpoint)
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         raise ValueError("--ckpt-convert-format and --ckpt-convert-save go together")
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -11,24 +14,27 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.checkpoint_dir import iteration_of
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.data_samplers import Batch
 from megatron.training.dataloaders import Data, Split, build_data
+from megatron.training.decisions import Decisions
 from megatron.training.evaluation import evaluate, report
-from megatron.training.finiteness import FiniteCheck
+from megatron.training.finiteness import FiniteCheck, NotFiniteError
 from megatron.training.flops import model_flops_per_token
 from megatron.training.foreign import foreign_source, stored_vocab_size
 from megatron.training.forward_backward import forward_backward
+from megatron.training.hf_export import check_hf_target, save_hf
 from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
 from megatron.training.params_norm import params_norm
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
-from megatron.training.saver import CheckpointSaver
-from megatron.training.signals import ExitDecision, ExitSignals
+from megatron.training.saver import CheckpointSaver, scalars
+from megatron.training.signals import ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import build_tokenizer
-from megatron.training.writers import make_writers
+from megatron.training.writers import make_writers, memory
 
 
 def pretrain(
@@ -42,6 +48,7 @@ def pretrain(
 
     Raises ValueError for what the user can mend, the same on every rank that can see it.
     """
+    started = time.monotonic()
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
     source = foreign_source(config.checkpoint)
@@ -49,10 +56,12 @@ def pretrain(
     for note in config.notes:
         print_rank_0(f" > {note}")
     run = build_run(config, ps, device, model_provider, forward_step)
+    run.started = started
+    check_hf_target(run)
     load_checkpoint(run, source)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
-        save_checkpoint(run, convert_save, convert_format)
+        save_checkpoint(run, os.path.join(convert_save, convert_format), convert_format)  # as Megatron-LM places it
         run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
@@ -60,6 +69,8 @@ def pretrain(
     if not config.training.skip_train:
         train(run, data, writers)
     _evaluate_at_the_end(run, data, writers)
+    if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
+        save_hf(run)
     for writer in writers:
         writer.close()
     data.close()
@@ -127,29 +138,47 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     with (
         ExitSignals().installed(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
+        _save_ended_first(run),
     ):
-        decision = ExitDecision(signals, training, run.device)
+        decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started)
         while leave is None and run.state.iteration < run.train_iters:
+            began = time.monotonic()
             iterate(run, data.train.batches, log, check)
             iteration = run.state.iteration
-            leave = decision.after(iteration)
+            save, leave = decisions.after(iteration, time.monotonic() - began)
+            if leave is not None and leave.failed:
+                raise ValueError(run.saver.failure or f"{leave.reason}: other ranks say why")
             over = leave is not None or iteration >= run.train_iters
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
             if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
-            if over or _is_multiple(iteration, run.config.checkpoint.save_interval):
+            if over or save:
                 with log.paused():
                     check.finish()
                     _save(run)
             run.saver.after_iteration()
+            _report_saves(run, writers)
             if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
+        decisions.finish()
         run.saver.close()
+        _report_saves(run, writers)
+    gc.enable()
     if leave is not None:
         print_rank_0(f" > exiting after iteration {run.state.iteration}: {leave.reason}")
+
+
+@contextmanager
+def _save_ended_first(run: Run) -> Iterator[None]:
+    """A run that stops for its numbers, on all ranks together, still completes the save under way."""
+    try:
+        yield
+    except NotFiniteError:
+        run.saver.close()
+        raise
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:
@@ -213,15 +242,26 @@ def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Se
         print_rank_0(run.timers.report(times, len(interval.iterations)))
     for writer in writers:
         writer.interval(interval)
+        if run.config.logging.log_memory_to_tensorboard:
+            writer.scalars(memory(), interval.last.iteration)
         if run.config.logging.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)
     check.look_at(interval)
 
 
+def _report_saves(run: Run, writers: Sequence[Writer]) -> None:
+    for committed in run.saver.take_committed():
+        for writer in writers:
+            writer.scalars(scalars(committed), iteration_of(committed.directory))
+
+
 def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> None:
     if run.config.training.eval_iters and split.exists:
-        report(run, name, evaluate(run, split.batches), writers)
+        loss = evaluate(run, split.batches)
+        report(run, name, loss, writers)
+        if name == "validation":
+            run.validated = (run.state.iteration, loss)
         run.state.consumed_valid_samples += run.config.training.eval_iters * run.batches.global_batch_size
 
 

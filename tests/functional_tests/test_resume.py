@@ -185,3 +185,39 @@ def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
     together = torch.cat([stream(part) for part in parts])
     assert torch.equal(together, straight[: len(together)])
     assert len({tuple(sample.tolist()) for sample in straight}) == 48
+
+
+def test_replicas_share_the_reading(pool, tmp_path):
+    flags = f"{DATA} {MODELS['llama']}"
+    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4"))
+    for layout in ("dp2", "tp2_dp2"):
+        world_size, layout_flags = LAYOUTS[layout]
+        load = f"--load {tmp_path} --skip-train --ckpt-fully-parallel-load --ckpt-verify"
+        assert_same_bits(whole(pool.run(train, world_size, f"{flags} {layout_flags} {load}")), saved)
+
+
+def test_damage_is_found_where_it_is_read(pool, tmp_path):
+    flags = f"{DATA} {MODELS['llama']}"
+    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    shard = tmp_path / "iter_0000004/__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp"):
+        pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train --ckpt-verify")
+
+
+def test_missing_keys_are_an_error_unless_the_user_says_otherwise(pool, tmp_path):
+    """A model without biases becomes one with: the checkpoint does not say that it lacks them."""
+    flags = f"{DATA} {MODELS['gpt2']}"
+    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4 --no-save-optim"))
+    common = tmp_path / "iter_0000004/common.pt"
+    state = torch.load(common, weights_only=False)
+    del state["args"].qk_layernorm
+    torch.save(state, common)
+    (tmp_path / "iter_0000004/checksums.json").unlink()  # it knows what we have just changed
+    load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
+    with pytest.raises(ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
+        pool.run(train, 1, load)
+    loaded = whole(pool.run(train, 1, f"{load} --dist-ckpt-strictness log_unexpected"))
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved if not key.startswith("optimizer."))

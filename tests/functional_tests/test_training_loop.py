@@ -93,13 +93,15 @@ def test_batch_size_grows(pool, tmp_path):
     assert losses == pytest.approx(straight.measured.losses, rel=CLOSE)
 
 
-def test_checkpoint_is_converted_without_training(pool, tmp_path):
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_checkpoint_is_converted_without_training(pool, tmp_path, form):
+    """Written where Megatron-LM writes it: in a directory named after the format."""
     flags = f"{LLAMA} --train-iters 4 "
     before = pool.run(train, 1, f"{flags} --save {tmp_path}/a --exit-interval 2")
-    convert = f"--load {tmp_path}/a --ckpt-convert-format torch_dist --ckpt-convert-save {tmp_path}/b"
+    convert = f"--load {tmp_path}/a --ckpt-convert-format {form} --ckpt-convert-save {tmp_path}/b"
     pool.run(train, 2, f"{flags} {convert} --tensor-model-parallel-size 2")
-    assert saved(tmp_path / "b") == ["iter_0000002"]
-    assert_same_bits(whole(pool.run(train, 1, f"{flags} --load {tmp_path}/b --skip-train")), whole(before))
+    assert saved(tmp_path / "b" / form) == ["iter_0000002"]
+    assert_same_bits(whole(pool.run(train, 1, f"{flags} --load {tmp_path}/b/{form} --skip-train")), whole(before))
 
 
 def params_norm_and_zeros(rank, world_size, flags):

@@ -8,7 +8,7 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.integrity import VerifyReport, verify
+from megatron.core.dist_checkpointing.integrity import VerifyReport, missing_or_truncated, verify
 from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -47,6 +47,7 @@ __all__ = [
     "load",
     "load_common",
     "map_keys",
+    "missing_or_truncated",
     "read_metadata",
     "read_tracker",
     "safe_load",

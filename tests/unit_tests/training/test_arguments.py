@@ -106,6 +106,7 @@ def test_help_shows_every_flag_once_with_its_docstring_and_default():
     assert "Layers, 100 % of them. (default: 2)" in text
     assert "First line." in text and "Not shown." not in text
     assert "--internal" not in text
+    assert "Paths. Also --path." in text
     assert "N,N" in text
 
 

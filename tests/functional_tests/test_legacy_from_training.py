@@ -1,0 +1,52 @@
+"""`--ckpt-format torch`: Megatron-LM's legacy files, written by a run and read by the next, at any layout."""
+
+import pytest
+import torch
+from training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, assert_same_bits, train, whole
+
+FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
+
+
+def files(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+EXPECTED = {
+    "single": ["mp_rank_00"],
+    "tp2_dp2": ["mp_rank_00", "mp_rank_01"],
+    "pp2_interleaved": ["mp_rank_00_000", "mp_rank_00_001"],
+    "tp2_pp2": ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"],
+}
+
+
+@pytest.mark.parametrize("layout", EXPECTED)
+def test_saved_and_resumed(pool, tmp_path, layout):
+    """The run goes on from its own legacy checkpoint bit for bit; another layout finds the same tensors in it."""
+    world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
+    flags = f"{FLAGS} {flags} --ckpt-format torch --save {tmp_path} --load {tmp_path}"
+    straight = pool.run(train, world_size, flags.replace(f"--save {tmp_path} --load {tmp_path}", ""))
+    first = pool.run(train, world_size, f"{flags} --exit-interval 3 --save-interval 2 --keep-last-n 1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    names = ("distrib_optim.pt", "model_optim_rng.pt")
+    assert files(tmp_path / "iter_0000003") == [f"{rank}/{name}" for rank in EXPECTED[layout] for name in names]
+    elsewhere = pool.run(train, 2, f"{FLAGS} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train")
+    assert_same_bits(whole(elsewhere), whole(first))
+    second = pool.run(train, world_size, flags)
+    assert second[0].iteration == 6
+    assert_same_bits(whole(second), whole(straight))
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_without_the_distributed_optimizer(pool, tmp_path, precision):
+    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
+    saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}")
+    assert files(tmp_path / "iter_0000004") == [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
+    content = torch.load(tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False)
+    assert (content["iteration"], content["args"].consumed_train_samples) == (4, 32)
+    loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
+    assert_same_bits(whole(loaded), whole(saved))
+
+
+def test_what_cannot_be_asked_for(pool):
+    with pytest.raises(ValueError, match="--async-save needs torch_dist"):
+        pool.run(train, 1, f"{FLAGS} --ckpt-format torch --async-save")
