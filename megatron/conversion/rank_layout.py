@@ -27,6 +27,8 @@ class Layout:
 
     parallel: ParallelConfig
     stages: tuple[tuple[range, ...], ...]
+    first_stage_layers: int | None = None  # where they differ from the others'
+    last_stage_layers: int | None = None
 
     @classmethod
     def of(
@@ -36,7 +38,7 @@ class Layout:
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
         stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last)
-        return cls(parallel, tuple(tuple(chunks) for chunks in stages))
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last)
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
@@ -49,6 +51,21 @@ class Layout:
             args.get("decoder_first_pipeline_num_layers"),
             args.get("decoder_last_pipeline_num_layers"),
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """What `from_args` reads: a layout in Megatron-LM's arguments."""
+        tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
+        return {
+            "tensor_model_parallel_size": tp,
+            "expert_tensor_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "transformer_pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
+            "decoder_first_pipeline_num_layers": self.first_stage_layers,
+            "decoder_last_pipeline_num_layers": self.last_stage_layers,
+        }
 
     @property
     def ranks(self) -> list[tuple[int, int]]:

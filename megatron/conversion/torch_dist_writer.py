@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.layout import FileLayout, PlacedItem, layo
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.metadata import Location, encode_metadata
 from megatron.core.dist_checkpointing.planner import LocalSpec, TensorSpec, make_plan
-from megatron.core.dist_checkpointing.snapshot import object_file
+from megatron.core.dist_checkpointing.snapshot import common_archive, object_file
 from megatron.core.dist_checkpointing.writing import ShardFile
 
 _BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
@@ -52,10 +51,8 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
         jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
         run_jobs(jobs, files)
         objects = _write_generators(source, save.pending, files, written)
-        common = io.BytesIO()
-        torch.save(common_state(source), common)
         metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
-        save.commit(RankResult(written, {}), metadata, common.getvalue())
+        save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
     except BaseException as error:
         save.abandon(str(error))
         save.forget()
@@ -87,7 +84,7 @@ def _write_generators(
 def common_state(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
-    args = dict(source.args)
+    args = dict(source.args) | {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
     common: dict[str, Any] = {
