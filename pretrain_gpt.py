@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import Dataset, build_datasets
@@ -64,6 +65,7 @@ def main() -> None:
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,24 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from distributed import DistributedPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow (soak and fault injection)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-slow"):
+        skip = pytest.mark.skip(reason="slow: needs --run-slow")
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(skip)
+
+
+# As in the workers of the pool: results do not depend on how many cores there are, nor do processes compete for them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

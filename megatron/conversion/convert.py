@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.detect import Hints, open_checkpoint
 from megatron.conversion.files import Progress, no_progress, sync_tree
 from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.legacy_writer import write_legacy
@@ -39,6 +39,8 @@ class Options:
     max_shard_size: int = 5 * 10**9
     optim_sidecar: bool = False
     workers: int = 1
+    universal_style: str | None = None
+    qkv_blocks: bool = False
 
 
 Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what could not be carried
@@ -66,7 +68,9 @@ def _write_huggingface(source: Source, root: Path, options: Options, progress: P
 
 
 def _write_universal(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
-    chosen = UniversalOptions(vocab_size=options.vocab_size, workers=options.workers)
+    tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+    blocks = tensor_parallel if options.qkv_blocks else None
+    chosen = UniversalOptions(options.universal_style, blocks, options.vocab_size, options.workers)
     return write_universal(source, root, chosen, progress)
 
 
@@ -95,7 +99,7 @@ def convert(
     saver: str,
     loader: str = "auto",
     step: int | None = None,
-    given: Mapping[str, Any] | None = None,
+    hints: Hints | None = None,
     options: Options | None = None,
     overwrite: bool = False,
     verify: bool = False,
@@ -108,7 +112,7 @@ def convert(
     unreadable source, and for a target that cannot hold the model; nothing is left behind then.
     """
     options = options or Options()
-    source = open_checkpoint(load_dir, loader, step, given)
+    source = open_checkpoint(load_dir, loader, step, hints)
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
@@ -141,14 +145,13 @@ class Changed:
         self.description, self.unused = source.description, source.unused
         self.args = dict(source.args)
         self.training: TrainingState | None = source.training
-        tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for key, info in source.tensors.items():
             is_state = key.startswith("optimizer.state.")
             if is_state and not options.optimizer:
                 continue
             cast = options.dtype is not None and not is_state
-            tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
-        self.tensors: Mapping[str, TensorInfo] = tensors
+            self.tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
         if options.dtype is not None:
             self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
             self.args["params_dtype"] = options.dtype

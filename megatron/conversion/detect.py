@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,30 @@ def is_torch_dist(directory: Path) -> bool:
     return (directory / ".metadata").is_file()
 
 
-Opener = Callable[[Path, Mapping[str, Any]], Source]  # (directory, arguments that the user gave)
+@dataclass(frozen=True)
+class Hints:
+    """What the user knows of a source and its files do not tell."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
+    ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
+    qkv_layout: str | None = None  # of a universal checkpoint
+    optimizer: bool = True  # False: the state beside a Hugging Face model is left alone
+
+
+Opener = Callable[[Path, Hints], Source]
 
 # Format -> (is it one?, open it).
 READERS: dict[str, tuple[Callable[[Path], bool], Opener]] = {
-    "torch_dist": (is_torch_dist, lambda directory, given: TorchDistSource(directory)),
-    "legacy": (is_legacy, lambda directory, given: LegacySource(directory)),
-    "hf": (is_huggingface, lambda directory, given: HuggingFaceSource(directory, given)),
-    "universal": (lambda directory: find_universal(directory) is not None, UniversalSource),
+    "torch_dist": (is_torch_dist, lambda directory, hints: TorchDistSource(directory)),
+    "legacy": (is_legacy, lambda directory, hints: LegacySource(directory)),
+    "hf": (
+        is_huggingface,
+        lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
+    ),
+    "universal": (
+        lambda directory: find_universal(directory) is not None,
+        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout),
+    ),
 }
 
 
@@ -42,6 +59,9 @@ def locate(root: Path, step: int | None = None) -> Path:
         found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
         raise ValueError(f"{root} is no checkpoint in a format that we know ({', '.join(READERS)}); it holds: {found}")
     directory = root / (newest if isinstance(newest, str) else f"iter_{newest:07d}")
+    universal = root / f"global_step{newest}_universal"
+    if universal.is_dir() and not directory.is_dir():
+        return universal
     if not directory.is_dir():
         named = f"--ckpt-step {step}" if step is not None else f"the tracker in {root} says {newest}, but"
         there = ", ".join(sorted(path.name for path in root.glob("iter_*"))) or "no iteration"
@@ -58,10 +78,11 @@ def detect(directory: Path) -> str:
     return formats[0]
 
 
-def open_checkpoint(
-    root: Path, loader: str = "auto", step: int | None = None, given: Mapping[str, Any] | None = None
-) -> Source:
-    """The checkpoint at `root` as a `Source`; `given` are arguments that the files may lack."""
+def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
+    """The checkpoint at `root` as a `Source`."""
     directory = locate(root, step)
     _, opener = READERS[detect(directory) if loader == "auto" else loader]
-    return opener(directory, given or {})
+    hints = hints or Hints()
+    source = opener(directory, hints)
+    source.args.update(hints.args)
+    return source

@@ -227,6 +227,8 @@ class Rope:
         kind = rope.pop("rope_type", None) or rope.get("type") or "default"
         rope.pop("type", None)
         theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+        if hf.get("rope_theta") not in (None, theta):  # 4.x would take the one, 5.x the other
+            raise ValueError(f"config.json has rope_theta = {hf['rope_theta']} and {theta}: remove the wrong one")
         fraction = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
         if kind not in ("default", "llama3"):
             raise ValueError(f"config.json: rope type {kind!r} is not supported, only default and llama3 are")

@@ -87,6 +87,7 @@ class Family:
     rows: tuple[Row, ...]
     rules: tuple[Rule, ...]
     harmless: tuple[str, ...] = ()  # fields of this family that change nothing
+    whole_heads: bool = False  # transformers insists that heads divide hidden_size, whatever head_dim is
 
     def read_config(self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
         return read_config(hf, COMMON_RULES + self.rules, (*self.harmless, *ignored), args)
@@ -105,6 +106,8 @@ class Family:
         implied = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = implied | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
         got = mathematics(model_config(args, args["vocab_size"], self.model_type))
+        if self.whole_heads and config.hidden_size % config.num_attention_heads:
+            got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
     def places(self, config: TransformerConfig) -> list[Place]:
@@ -188,6 +191,7 @@ LLAMA = Family(
     "model.",
     _without(_LLAMA_ROWS, "q_layernorm.weight", "k_layernorm.weight"),
     (*_LLAMA_RULES, QueryGroups(None), HeadDim(), Biases(), FullAttention(), Implied("qk_layernorm", False)),
+    whole_heads=True,
 )
 MISTRAL = Family(
     "mistral",
@@ -208,6 +212,7 @@ QWEN2 = Family(
         Implied("add_bias_linear", False),
         Implied("add_qkv_bias", True),
         QwenWindow(),
+        Fixed("use_mrope", False),
         Implied("qk_layernorm", False),
     ),
 )

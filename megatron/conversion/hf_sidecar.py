@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import read_json, write_json
+from megatron.conversion.model_config import plain_args
 from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState, optimizer_key
 from megatron.conversion.safetensors_file import SafetensorsFile
 
@@ -41,7 +42,9 @@ class Sidecar:
         paths = [directory / name for name in state["files"]]
         missing = [path.name for path in paths if not path.exists()]
         if missing:
-            raise ValueError(f"{directory} lacks {', '.join(missing)}: copy it again, or give --no-load-optim")
+            raise ValueError(
+                f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out (--no-optim)"
+            )
         files = {name: file for file in map(SafetensorsFile, paths) for name in file.tensors}
         training = TrainingState(**state["training"])
         training.param_groups = training.param_groups and [_with_tuples(group) for group in training.param_groups]
@@ -76,14 +79,7 @@ def write_state(directory: Path, source: Source, files: list[str]) -> None:
         json.dumps(training)
     except TypeError as error:
         raise ValueError(f"{source.description}: its training state is not plain data ({error})") from error
-    plain = {name: value for name, value in source.args.items() if _is_plain(value)}
-    write_json(directory / _STATE, {"files": files, "training": training, "args": plain})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    write_json(directory / _STATE, {"files": files, "training": training, "args": plain_args(source.args)})
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import sentencepiece
 
 from megatron.conversion.files import committed, read_json, write_json
+from megatron.conversion.hf_sentencepiece import sentencepiece_tokenizer
 
 _FILES = (
     "tokenizer.json",
@@ -51,7 +52,7 @@ def export_tokenizer(
         return _export_directory(tokenizer, directory, ids), []
     if tokenizer.is_file():
         return _export_sentencepiece(tokenizer, directory)
-    return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer-model"]
+    return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer"]
 
 
 def _export_directory(tokenizer: Path, directory: Path, ids: dict[str, Any]) -> dict[str, Any]:
@@ -64,29 +65,26 @@ def _export_directory(tokenizer: Path, directory: Path, ids: dict[str, Any]) -> 
     return ids
 
 
-_PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
-
-
 def _export_sentencepiece(model: Path, directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """LlamaTokenizer of transformers splits as SentencePiece does, if the model has no normalizer."""
+    """The model itself, and where it has an exact counterpart a tokenizer that transformers loads."""
     _copy(model, directory / "tokenizer.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
     ids = {name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)}
-    plain, normalized = _PROBE.replace(" ", "\u2581"), processor.normalize(_PROBE)
-    if normalized not in (plain, "\u2581" + plain):
-        return ids, [
-            "tokenizer: transformers does not normalize as its SentencePiece model; use tokenizer.model itself"
-        ]
-    prefix = normalized != plain
-    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": prefix, "add_bos_token": False, "legacy": False}
+    tokenizer = sentencepiece_tokenizer(model)
+    if tokenizer is None:
+        return ids, ["tokenizer: transformers would not split text as its SentencePiece model; use tokenizer.model"]
+    with committed(directory / "tokenizer.json") as temporary:
+        tokenizer.save(str(temporary))
+    names = {name.removesuffix("_id"): processor.id_to_piece(id_) for name, id_ in ids.items() if id_ is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     write_json(directory / "tokenizer_config.json", config)
     return ids, []
 
 
 def _export_bpe(vocab: Path, merges: Path, directory: Path, ids: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     missing = [
-        f"tokenizer: {path} is not here; give --vocab-file and --merge-file"
+        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both"
         for path in (vocab, merges)
         if not path.exists()
     ]

@@ -96,7 +96,7 @@ class HuggingFaceSource:
             if not torch.equal(_bytes(value.to(weight.dtype)), _bytes(weight)):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the optimizer state in "
-                    f"{sidecar.directory} is not this model's: give --no-load-optim, or remove it"
+                    f"{sidecar.directory} is not this model's: leave it out (--no-optim) or remove it"
                 )
         return value
 
@@ -171,7 +171,7 @@ class HuggingFaceSource:
             differing = [f"{name} ({wanted[name]} -> {found[name]})" for name in wanted if wanted[name] != found[name]]
             raise ValueError(
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "
-                f"optimizer state in {sidecar.directory} is not this model's: give --no-load-optim, or remove it"
+                f"optimizer state in {sidecar.directory} is not this model's: leave it out (--no-optim) or remove it"
             )
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training

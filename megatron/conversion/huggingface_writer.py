@@ -85,7 +85,7 @@ def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:
     rows, dtype = info.shape[0], options.dtype or info.dtype
     vocab_size = options.vocab_size or rows
     if vocab_size > rows:
-        raise ValueError(f"--vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
     config = model_config(source.args, vocab_size, source.description)

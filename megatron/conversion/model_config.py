@@ -20,6 +20,19 @@ def flag_name(argument: str) -> str:
     return names[0] if names else "--" + argument.replace("_", "-")
 
 
+def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are plain data, as files of other programs can hold them."""
+    return {name: value for name, value in args.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> TransformerConfig:
     """The configuration in a checkpoint's arguments, with `vocab_size` tokens (the rows of its word embedding).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class TorchDistSource:
         self.training: TrainingState | None = training_state(common, self.args, groups)
         rng = [key for key in stored.objects if key.startswith("rng_state/")]
         self.training.rng = {key: self._object_reader(key) for key in rng}
-        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        self.tensors = self._table.tensors
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:

@@ -140,7 +140,7 @@ def _segments(source: Source, layout: FileLayout) -> Iterator[memoryview]:
         envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
         yield memoryview(envelope.prefix)
         for tensor in _rows(source, placed):
-            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         yield memoryview(envelope.suffix)
         yield memoryview(bytes(placed.end - placed.position - placed.length))
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.conversion.model_config import plain_args
 from megatron.conversion.model_space import TrainingState
 from megatron.core.dist_checkpointing.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,24 +33,6 @@ _RENAMED_SCHEDULE = {
     "decay_steps": "lr_decay_steps",
     "decay_style": "lr_decay_style",
 }
-_RUN = (  # arguments of a run that are worth a place in their files
-    "seq_length",
-    "global_batch_size",
-    "micro_batch_size",
-    "train_iters",
-    "train_samples",
-    "seed",
-    "lr",
-    "min_lr",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "weight_decay",
-    "clip_grad",
-    "make_vocab_size_divisible_by",
-    "tokenizer_type",
-    "tokenizer_model",
-)
 _SCHEDULE = (
     "max_lr",
     "lr_warmup_steps",
@@ -70,7 +53,7 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     for name, value in _REQUIRED.items():
         if namespace.get(name, value) not in (value, None):
             raise ValueError(f"{description} was trained with {name} = {namespace[name]!r}, which is not supported")
-    args = {_RENAMED.get(name, name): value for name, value in namespace.items() if _is_plain(value)}
+    args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
     args["position_embedding_type"] = _position_type(namespace)
     normalization = args.get("normalization", "layernorm")
     args["normalization"] = _NORMS.get(normalization, normalization)
@@ -80,15 +63,11 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     return args
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
 def _position_type(namespace: Mapping[str, Any]) -> str:
     kind = namespace.get("position_embedding_type")
     if isinstance(kind, Placeholder):
+        if kind.args not in [(number,) for number in _POSITION_TYPES]:
+            raise ValueError(f"position_embedding_type {kind} is not supported")
         return _POSITION_TYPES[kind.args[0]]
     if kind is not None:
         return str(kind)
@@ -100,7 +79,7 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
 def write_args(
     config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
 ) -> argparse.Namespace:
-    """The model under our names and under theirs, and the consumed samples: without these their data starts over.
+    """All arguments under our names and under theirs, with the consumed samples: else their data would start over.
 
     `blocks` of q, k and v are marked as their writers mark them.
     """
@@ -121,8 +100,9 @@ def write_args(
     }
     if blocks:
         theirs["ds_sequence_parallel_fpdt"] = False
-    run = {name: args[name] for name in _RUN if name in args}
-    return argparse.Namespace(**{**run, **dataclasses.asdict(config), **theirs})
+    if args.get("vocab_size") is not None:
+        theirs["vocab_size"] = args["vocab_size"]  # of the tokenizer; the model's is in the vocabulary's record
+    return argparse.Namespace(**{**plain_args(args), **dataclasses.asdict(config), **theirs})
 
 
 def foreign_parts(config: TransformerConfig) -> list[str]:
@@ -150,7 +130,7 @@ def read_training(
         consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
         num_floating_point_operations_so_far=float(state.get(operations) or 0.0),
         grad_scaler=state.get("grad_scaler"),
-        param_groups=_read_groups(optimizer, scheduler, step, args),
+        param_groups=state.get("megatron_param_groups") or _read_groups(optimizer, scheduler, step, args),
         scheduler=scheduler,
     )
 

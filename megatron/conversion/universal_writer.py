@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import Progress, committed, make_empty_directory, no_progress, run_jobs, sync_tree
-from megatron.conversion.model_config import WORD_EMBEDDINGS, model_config, model_tensors
+from megatron.conversion.model_config import WORD_EMBEDDINGS, model_config, model_tensors, plain_args
 from megatron.conversion.model_space import Source, TrainingState, optimizer_key
 from megatron.conversion.row_maps import qkv_blocks, scatter
 from megatron.conversion.universal_files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
@@ -65,7 +65,7 @@ class _Writer:
         rows = source.tensors[WORD_EMBEDDINGS].shape[0]
         vocab_size = options.vocab_size or rows
         if vocab_size > rows:
-            raise ValueError(f"--vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+            raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
         self.config = config = model_config(source.args, vocab_size, source.description)
         self.shapes = model_tensors(config)
         self._check_source()
@@ -158,7 +158,8 @@ class _Writer:
             "checkpoint_version": 3.0,
             "iteration": training.iteration,
             "tokens": tokens,
-            # No loader of DeepSpeed asks for these two; the way back does.
+            # No loader of DeepSpeed asks for these; the way back does.
+            "megatron_param_groups": training.param_groups and [plain_args(group) for group in training.param_groups],
             "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
             "grad_scaler": training.grad_scaler,
         }

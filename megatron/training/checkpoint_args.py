@@ -77,6 +77,8 @@ def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(args)
     if not known.get("group_query_attention", True) and "num_attention_heads" in known:
         known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
     for name, megatron_name in MEGATRON_NAMES.items():
         if name not in known and megatron_name in known:
             known[name] = known[megatron_name]
@@ -109,6 +111,8 @@ def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, li
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
     """Notes about other mathematics; ValueError that names every argument by which the shape differs."""
+
+    flags = stored_args(flags)
 
     def differing(names: tuple[str, ...]) -> list[str]:
         pairs = {name: (stored[name], flags[name]) for name in names if name in stored}

@@ -5,6 +5,7 @@ The tracker names the checkpoint to load. It moves last, so what it names is com
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import is_complete, read_tracker
@@ -14,6 +15,16 @@ RELEASE = "release"  # in a tracker and as a directory: weights that belong to n
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
+
+
+def check_writable(root: str | Path) -> None:
+    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
 
 
 def saved_iterations(root: str | Path) -> list[int]:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import load, load_common, read_metadata, write_tracker
+from megatron.conversion.model_space import Source
+from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint_args import check_same_model, make_namespace, stored_args
-from megatron.training.checkpoint_dir import find_checkpoint, iteration_directory
+from megatron.training.checkpoint_dir import check_writable, find_checkpoint, iteration_directory
 from megatron.training.config import CheckpointConfig
+from megatron.training.foreign import load_foreign
 from megatron.training.initialize import print_rank_0, seed_everything
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
 from megatron.training.run import Run, TrainState
@@ -85,18 +87,23 @@ def common_state(run: Run) -> dict[str, Any]:
     return common
 
 
-def load_checkpoint(run: Run) -> None:
+def load_checkpoint(run: Run, source: Source | None = None) -> None:
     """Continue where a checkpoint ended, or start fresh where that is what the flags mean. Collective.
 
-    Whatever layout wrote it: every rank reads the boxes it holds.
+    Whatever layout wrote it: every rank reads the boxes it holds. `source` is the checkpoint of another program.
     """
-    found, weights_only = find(run)
+    if source is not None:
+        load_foreign(run, source, model_state(run))
+        return
+    found, weights_only = prepare_directories(run)
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
         if config.load is not None:
             print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
         return
     common = load_common(found)
+    if "args" not in common:
+        raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
     for note in check_same_model(run.config.flags(), stored, str(found)):
         print_rank_0(f" > {note}")
@@ -115,6 +122,8 @@ def load_checkpoint(run: Run) -> None:
         run.optimizer.reload_model_params(model)
     if not weights_only:
         _take_position(run, common, stored)
+        if not with_optimizer:
+            run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
     print_rank_0(f" > loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
 
@@ -133,15 +142,19 @@ def _left_out(key: str, with_optimizer: bool) -> bool:
     return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
 
 
-def find(run: Run) -> tuple[Path | None, bool]:
-    """The checkpoint to load and whether only its weights count; (None, False): start from scratch.
+def prepare_directories(run: Run) -> tuple[Path | None, bool]:
+    """The checkpoint to load and whether only its weights count; (None, False): start from scratch. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
-    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
+    can be written to, and removes what saves left there that were cut off. ValueError for a --load without a
+    checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:
         try:
+            if run.config.checkpoint.save is not None:
+                check_writable(run.config.checkpoint.save)
+                clean_up(run.config.checkpoint.save)
             answer = [_find(run.config.checkpoint)]
         except ValueError as error:
             answer = [error]

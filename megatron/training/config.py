@@ -90,7 +90,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = flag(False)
     """Report the number of zeros in the gradient."""
     timing_log_level: int = flag(0)
-    """0: iteration time only; 1: phases of an iteration; 2: with forward, backward and communication apart."""
+    """0: iteration time only; 1: the phases of an iteration; 2: also waiting for data and the forward passes."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
     """Over ranks, report the slowest, the slowest and fastest, or all."""
     tensorboard_dir: str | None = flag(None)
@@ -132,7 +132,7 @@ class CheckpointConfig:
     finetune: bool = flag(False)
     """Load the weights only and start at iteration 0: no optimizer, schedule, generators or data position."""
     no_load_optim: bool = flag(False)
-    """Load weights, iteration and data position, but neither optimizer nor schedule."""
+    """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
     no_load_rng: bool = flag(False)
     """Do not load the random number generators."""
     pretrained_checkpoint: str | None = flag(None)

@@ -22,6 +22,13 @@ class _Submitted:
     iteration: int
     loss: torch.Tensor
     step: StepResult
+    skipped: torch.Tensor  # on the host, once `copied` has passed
+    copied: torch.cuda.Event | None
+
+    def was_skipped(self) -> bool:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.skipped)
 
 
 class FiniteCheck:
@@ -41,12 +48,12 @@ class FiniteCheck:
         """Check the iteration before this one, and keep this one for the next call."""
         self.finish()
         if self._wanted:
-            self._last = _Submitted(iteration, loss, step)
+            self._last = _Submitted(iteration, loss, step, *_start_copy(step.skipped))
 
     def finish(self) -> None:
         """Check what is still unchecked. Raises NotFiniteError on every rank with the ranks where it began."""
         last, self._last = self._last, None
-        if last is None or not bool(last.step.skipped):  # the same on all ranks: the norm is over all gradients
+        if last is None or not last.was_skipped():  # the same on all ranks: the norm is over all gradients
             return
         finite = bool(torch.isfinite(last.loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
@@ -69,6 +76,17 @@ class FiniteCheck:
     def _place(self) -> str:
         ps = self._ps
         return f"rank {ps.rank} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank})"
+
+
+def _start_copy(flag: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """`flag` on the host, and the event after which it is valid: reading it later does not wait for newer work."""
+    if flag.device.type != "cuda":
+        return flag, None
+    host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 _ADVICE = (

@@ -77,7 +77,10 @@ def _make_forward_step(
     loss_scale = run.optimizer.loss_scale
 
     def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
-        output = run.forward_step(run.chunks[chunk], feed(chunk, microbatch), activation)
+        with run.timers("batch-generator", level=2):
+            batch = feed(chunk, microbatch)
+        with run.timers("forward-compute", level=2):
+            output = run.forward_step(run.chunks[chunk], batch, activation)
         if not isinstance(output, Loss):
             return output
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end

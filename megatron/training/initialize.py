@@ -99,8 +99,8 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 def errors_explained_once() -> Iterator[None]:
     """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
-    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error is
-    theirs alone.
+    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
+    is theirs alone.
     """
     try:
         yield

@@ -54,13 +54,18 @@ class Config:
         parts = [getattr(self, attribute) for attribute, _ in SECTIONS.values()]
         return {f.name: getattr(part, f.name) for part in parts for f in flag_fields(type(part))}
 
-    def set_vocab_size(self, tokenizer_vocab_size: int) -> int:
-        """Number of tokens of the model: the tokenizer's, or more if --vocab-size says so."""
+    def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
+        """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint to load says so."""
         given = self.tokenizer.vocab_size
         if given is None or self.tokenizer.tokenizer_type == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
             raise ValueError(f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer")
+        if stored is not None and stored > given:
+            self.notes.append(
+                f"the model of the checkpoint has {stored} tokens, {stored - given} more than the tokenizer"
+            )
+            given = stored
         self.model = dataclasses.replace(self.model, vocab_size=given)
         return given
 

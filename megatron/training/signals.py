@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ class ExitSignals:
                 signal.signal(number, handler)
 
 
+class Exit(NamedTuple):
+    """Why a run ends early."""
+
+    reason: str
+    urgent: bool  # somebody waits: save, and do nothing else
+
+
 class ExitDecision:
     """Why the run should end after an iteration, the same answer on every rank.
 
@@ -56,16 +64,16 @@ class ExitDecision:
         self._device = device
         self._start = time.monotonic()
 
-    def after(self, iteration: int) -> str | None:
-        """The reason to save and end after `iteration`, or None. Collective."""
+    def after(self, iteration: int) -> Exit | None:
+        """Whether to save and end after `iteration`. Collective."""
         if self._handle_signals or self._minutes is not None:
             number, late = self._agree()
             if number:
-                return f"{signal.Signals(number).name} was received"
+                return Exit(f"{signal.Signals(number).name} was received", urgent=True)
             if late:
-                return f"{self._minutes:g} minutes have passed (--exit-duration-in-mins)"
+                return Exit(f"{self._minutes:g} minutes have passed (--exit-duration-in-mins)", urgent=True)
         if self._interval is not None and iteration % self._interval == 0:
-            return f"iteration {iteration} is a multiple of --exit-interval {self._interval}"
+            return Exit(f"iteration {iteration} is a multiple of --exit-interval {self._interval}", urgent=False)
         return None
 
     def _agree(self) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.config import CheckpointConfig
 from megatron.training.data_samplers import Batch
 from megatron.training.dataloaders import Data, Split, build_data
 from megatron.training.evaluation import evaluate, report
 from megatron.training.finiteness import FiniteCheck
 from megatron.training.flops import model_flops_per_token
+from megatron.training.foreign import foreign_source, stored_vocab_size
 from megatron.training.forward_backward import forward_backward
 from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
@@ -27,7 +27,7 @@ from megatron.training.run_config import Config
 from megatron.training.saver import CheckpointSaver
 from megatron.training.signals import ExitDecision, ExitSignals
 from megatron.training.timers import Timers
-from megatron.training.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.tokenizer import build_tokenizer
 from megatron.training.writers import make_writers
 
 
@@ -42,12 +42,14 @@ def pretrain(
 
     Raises ValueError for what the user can mend, the same on every rank that can see it.
     """
+    tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
+    source = foreign_source(config.checkpoint)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
     for note in config.notes:
         print_rank_0(f" > {note}")
-    tokenizer = build_tokenizer(config.tokenizer)
-    run = build_run(config, ps, device, tokenizer, model_provider, forward_step)
-    load_checkpoint(run)
+    run = build_run(config, ps, device, model_provider, forward_step)
+    load_checkpoint(run, source)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, convert_save, convert_format)
@@ -68,12 +70,12 @@ def build_run(
     config: Config,
     ps: ParallelState,
     device: torch.device,
-    tokenizer: Tokenizer,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
 ) -> Run:
-    """Model, optimizer and schedules, initialised from the seed; no data, no checkpoint."""
-    vocab_size = config.set_vocab_size(tokenizer.vocab_size)
+    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     chunks = build_chunks(config, ps, rng, model_provider)
@@ -119,8 +121,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     training = run.config.training
     log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length)
     check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
-    saved_at = run.state.iteration
-    reason = None
+    first, leave = run.state.iteration + 1, None
     if training.manual_gc:
         gc.disable()
     with (
@@ -128,32 +129,36 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
     ):
         decision = ExitDecision(signals, training, run.device)
-        while reason is None and run.state.iteration < run.train_iters:
+        while leave is None and run.state.iteration < run.train_iters:
             iterate(run, data.train.batches, log, check)
-            reason = decision.after(run.state.iteration)
-            over = reason is not None or run.state.iteration >= run.train_iters
-            if over or run.state.iteration == 1 or run.state.iteration % run.config.logging.log_interval == 0:
+            iteration = run.state.iteration
+            leave = decision.after(iteration)
+            over = leave is not None or iteration >= run.train_iters
+            if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
-            with log.paused():
-                if training.eval_interval is not None and run.state.iteration % training.eval_interval == 0:
+            if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
+                with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
-                root = _save_now(run.config.checkpoint, run.state.iteration, saved_at, over)
-                if root is not None:
+            if over or _is_multiple(iteration, run.config.checkpoint.save_interval):
+                with log.paused():
                     check.finish()
-                    save_checkpoint(run, root, run.config.checkpoint.ckpt_format)
-                    saved_at = run.state.iteration
-                run.saver.after_iteration()
-                _collect_garbage(run)
+                    _save(run)
+            run.saver.after_iteration()
+            if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
+                gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
         run.saver.close()
-    if reason is not None:
-        print_rank_0(f" > exiting after iteration {run.state.iteration}: {reason}")
+    if leave is not None:
+        print_rank_0(f" > exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
-def _save_now(config: CheckpointConfig, iteration: int, saved_at: int, over: bool) -> str | None:
-    """Where to save after this iteration: at every --save-interval, and when training is over."""
-    due = over or (config.save_interval is not None and iteration % config.save_interval == 0)
-    return config.save if due and iteration != saved_at else None
+def _is_multiple(iteration: int, interval: int | None) -> bool:
+    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
+
+
+def _save(run: Run) -> None:
+    if run.config.checkpoint.save is not None:
+        save_checkpoint(run, run.config.checkpoint.save, run.config.checkpoint.ckpt_format)
 
 
 def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:
@@ -223,16 +228,9 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
     """When the run is complete: the validation loss of the last iteration, and the test loss."""
     training, iteration = run.config.training, run.state.iteration
     if iteration >= run.train_iters:
-        if training.skip_train or training.eval_interval is None or iteration % training.eval_interval:
+        if training.skip_train or not _is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)
-
-
-def _collect_garbage(run: Run) -> None:
-    """With --manual-gc: collect at the same iterations on all ranks, so that none of them waits for another's."""
-    interval = run.config.training.manual_gc_interval
-    if run.config.training.manual_gc and interval and run.state.iteration % interval == 0:
-        gc.collect()
 
 
 def _flag_writers(run: Run) -> list[Writer]:

@@ -108,7 +108,7 @@ def test_finetune_takes_weights_only(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
     tuned = pool.run(train, 1, f"{flags} --load {tmp_path} --finetune --skip-train")
-    assert (tuned[0].iteration, tuned[0].consumed_train_samples) == (0, 0)
+    assert (tuned[0].iteration, tuned[0].consumed_train_samples, tuned[0].learning_rate) == (0, 0, 0.0)
     before, after = whole(saved), whole(tuned)
     for key, tensor in after.items():
         if key.startswith("optimizer.state.exp_avg"):
@@ -124,6 +124,7 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
     assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (4, 32)
+    assert resumed[0].learning_rate == saved[0].learning_rate > 0
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     assert torch.equal(whole(resumed)[key], whole(saved)[key])
     assert not whole(resumed)[f"optimizer.state.exp_avg.{key}"].any()

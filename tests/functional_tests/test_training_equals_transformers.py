@@ -1,4 +1,4 @@
-"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW` from the same weights on the same data."""
+"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW`: same weights, same data."""
 
 import shlex
 
@@ -80,7 +80,8 @@ def train_from(rank, world_size, flags, weights):
     config = parse_args(shlex.split(FLAGS + flags), world_size)
     ps, device = initialize(config.distributed, config.parallel)
     tokenizer = build_tokenizer(config.tokenizer)
-    run = build_run(config, ps, device, tokenizer, model_provider, forward_step)
+    config.set_vocab_size(tokenizer.vocab_size)
+    run = build_run(config, ps, device, model_provider, forward_step)
     state = model_state(run)
     for key, entry in state.items():
         for box in entry.boxes:
@@ -89,7 +90,7 @@ def train_from(rank, world_size, flags, weights):
     run.optimizer.reload_model_params(state)
     measured = Measurements()
     train(run, build_data(run, tokenizer, datasets_provider), [measured])
-    batches = build_data(build_run(config, ps, device, tokenizer, model_provider, forward_step), tokenizer, datasets_provider)
+    batches = build_data(build_run(config, ps, device, model_provider, forward_step), tokenizer, datasets_provider)
     return measured, [next(batches.train.batches) for _ in range(4 * STEPS)] if world_size == 1 else []
 
 

@@ -74,6 +74,7 @@ class Outcome:
     measured: Measurements
     iteration: int
     consumed_train_samples: int
+    learning_rate: float
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
@@ -87,7 +88,7 @@ def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outco
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor.clone()) for key, entry in state.items() for box in entry.boxes
     ]
-    return Outcome(measured, run.state.iteration, run.state.consumed_train_samples, boxes)
+    return Outcome(measured, run.state.iteration, run.state.consumed_train_samples, run.learning_rate, boxes)
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:

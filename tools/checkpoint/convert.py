@@ -1,33 +1,47 @@
-"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face, DeepSpeed universal; with the optimizer.
+"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face, DeepSpeed universal; optimizer included.
 
     python tools/checkpoint/convert.py --saver hf --load-dir run/checkpoints --save-dir model
     python tools/checkpoint/convert.py --saver legacy --load-dir run/checkpoints --save-dir old \\
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 4
 
-One process, no GPU, no torchrun. The source's format and the model's arguments are found in the files.
+One process, no GPU, no torchrun. The source's format and the model's arguments are found in the files; what these lack
+is given as the flags of training (--num-attention-heads 16 --position-embedding-type rope ...).
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from pathlib import Path
 
-import torch
-from tqdm import tqdm
+# The repository instead of this directory, whose inspect.py would hide the standard library's.
+if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+    sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import argparse  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 from megatron.conversion.convert import WRITERS, Options, Outcome, convert  # noqa: E402
-from megatron.conversion.detect import READERS  # noqa: E402
+from megatron.conversion.detect import READERS, Hints  # noqa: E402
 from megatron.conversion.files import parse_size  # noqa: E402
+from megatron.conversion.universal import QKV_LAYOUTS  # noqa: E402
+from megatron.conversion.universal_names import STYLES  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError  # noqa: E402
+from megatron.core.parallel_state import ParallelConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.training.arguments import make_parser, parse_flags  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Options of the conversion, and the model's arguments that were given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model"
     )
@@ -42,15 +56,33 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-optim", action="store_true", help="leave the optimizer state out")
     parser.add_argument("--save-optim-sidecar", action="store_true", help="for hf: keep the optimizer beside the model")
     parser.add_argument("--max-shard-size", default="5GB", help="for hf: largest file of weights")
-    parser.add_argument("--true-vocab-size", type=int, help="for hf: cut the vocabulary to so many tokens")
+    parser.add_argument("--true-vocab-size", type=int, help="for hf, universal: tokens to keep")
     parser.add_argument("--tokenizer", type=Path, help="for hf: tokenizer to put beside the model")
+    parser.add_argument(
+        "--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing"
+    )
+    parser.add_argument(
+        "--universal-qkv-layout", choices=QKV_LAYOUTS, help="of a universal source; default: what its arguments tell"
+    )
+    parser.add_argument(
+        "--universal-style", choices=[*STYLES], help="for universal: whose parameter names; default: by the model"
+    )
+    parser.add_argument(
+        "--target-qkv-blocks",
+        action="store_true",
+        help="for universal: order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size",
+    )
     parser.add_argument("--workers", type=int, default=2, help="files written at once")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing --save-dir")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare it with the source")
-    return parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    given, ignored = parse_flags(make_parser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
+    if ignored:
+        raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
+    return args, given
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
     options = Options(
         args.target_tensor_parallel_size,
         args.target_pipeline_parallel_size,
@@ -62,7 +94,10 @@ def run(args: argparse.Namespace) -> Outcome:
         parse_size(args.max_shard_size),
         args.save_optim_sidecar,
         args.workers,
+        args.universal_style,
+        args.target_qkv_blocks,
     )
+    hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     with tqdm(unit="B", unit_scale=True, desc=f"-> {args.saver}", file=sys.stderr) as bar:
         return convert(
             args.load_dir,
@@ -70,7 +105,7 @@ def run(args: argparse.Namespace) -> Outcome:
             args.saver,
             args.loader,
             args.ckpt_step,
-            None,
+            hints,
             options,
             args.overwrite,
             args.verify,
@@ -80,9 +115,9 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def main() -> None:
-    args = parse(sys.argv[1:])
     try:
-        outcome = run(args)
+        args, given = parse(sys.argv[1:])
+        outcome = run(args, given)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, 
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.file_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
+from megatron.core.dist_checkpointing.integrity import VerifyReport, verify
 from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -41,6 +42,7 @@ __all__ = [
     "StoredChunk",
     "StoredTensor",
     "UnsafePickleError",
+    "VerifyReport",
     "clean_up",
     "flat_range_boxes",
     "in_memory",
@@ -53,5 +55,6 @@ __all__ = [
     "safe_load",
     "safe_open",
     "save",
+    "verify",
     "write_tracker",
 ]

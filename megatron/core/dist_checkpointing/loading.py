@@ -11,12 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.block_verifier import BlockVerifier
 from megatron.core.dist_checkpointing.coordination import Coordination
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.exchange import boxes_of, exchange, share_reading, view_of
 from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.integrity import BlockVerifier
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planner import describe
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.planner import LocalSpec, WriteItem, describe
 from megatron.core.dist_checkpointing.reader import Reader, Request
 from megatron.core.dist_checkpointing.safe_unpickle import safe_load
 from megatron.core.dist_checkpointing.validation import KeyReport, check_strictness, compare_keys, react
@@ -43,11 +44,13 @@ def load(
     skip: Callable[[str], bool] = lambda key: False,
     workers: int = 4,
     verify: bool = False,
+    exchange_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a collective.
 
     `strictness` takes Megatron-LM's values; `skip` says which keys of the checkpoint are left out on purpose (the
     optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks what is read.
+    `exchange_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
     check_strictness(strictness)
@@ -55,7 +58,7 @@ def load(
     coordination = Coordination.of(group)
     reader: Reader | None = None
     error: CheckpointError | None = None
-    report = KeyReport([], [])
+    report, shares = KeyReport([], []), []
     try:
         reader = Reader(directory, verify=verify)
         spec = describe(state)
@@ -67,19 +70,42 @@ def load(
     try:
         report = compare_keys(specs, reader.metadata, skip, directory)
         report = react(report, strictness, reader.metadata, directory, log=coordination.is_coordinator)
-        objects = _read_local(state, reader, workers)
+        shares = _shares(state, reader, spec, exchange_group)
+        objects = _read_local(state, reader, workers, shares, exchange_group)
     except CheckpointError as caught:
         error = caught
     coordination.raise_together(error)
+    if any(shares):
+        exchange(shares, boxes_of(state), exchange_group)
     seconds = time.perf_counter() - started
     return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
 
 
-def _read_local(state: ShardedStateDict, reader: Reader, workers: int) -> dict[str, Any]:
-    tensors = [
-        entry for entry in state.values() if isinstance(entry, ShardedTensor) and entry.key in reader.metadata.tensors
-    ]
-    requests = [Request(entry.key, box.offset, box.tensor) for entry in tensors for box in entry.boxes]
+def _shares(
+    state: ShardedStateDict, reader: Reader, spec: LocalSpec, group: dist.ProcessGroup | None
+) -> list[list[WriteItem]]:
+    """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
+    if group is None or dist.get_world_size(group) == 1:
+        return []
+    stored = spec._replace(tensors=tuple(t for t in spec.tensors if t.key in reader.metadata.tensors))
+    return share_reading(Coordination.of(group).all_gather(stored))
+
+
+def _read_local(
+    state: ShardedStateDict,
+    reader: Reader,
+    workers: int,
+    shares: list[list[WriteItem]],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Read into this rank's boxes: of the shared ones its own share only, all others whole."""
+    boxes = boxes_of(state)
+    shared = {(item.key, item.box) for share in shares for item in share}
+    alone = [place for place in boxes if place not in shared and place[0] in reader.metadata.tensors]
+    requests = [Request(key, offset, boxes[key, offset].tensor) for key, offset in alone]
+    if shares:
+        mine = shares[dist.get_rank(group)]
+        requests += [Request(item.key, item.offset, view_of(item, boxes)) for item in mine]
     reader.read_into(requests, workers)
     wanted = [entry.key for entry in state.values() if isinstance(entry, ShardedObject)]
     return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}

@@ -123,6 +123,14 @@ def make_plan(specs: Sequence[LocalSpec], fully_parallel: bool = True) -> list[R
     return plans
 
 
+def share_evenly(items: list[WriteItem], size: int) -> list[list[WriteItem]]:
+    """Split boxes that all of `size` ranks hold into one share per rank, equal in bytes up to a row."""
+    shares: list[list[WriteItem]] = [[] for _ in range(size)]
+    for rank, item in _share_out(range(size), _level([0] * size, sum(item.nbytes for item in items)), items):
+        shares[rank].append(item)
+    return shares
+
+
 Holders = dict[str, tuple[torch.dtype, dict[Extent, list[int]]]]
 
 

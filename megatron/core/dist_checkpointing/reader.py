@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.archive import Archive, tensor_envelope
+from megatron.core.dist_checkpointing.block_verifier import BlockVerifier
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.integrity import BlockVerifier
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.metadata import CheckpointMetadata, Location, StoredChunk, decode_metadata
 from megatron.core.dist_checkpointing.ranges import READ_THROUGH, ChunkIndex, Overlap, Runs, byte_runs

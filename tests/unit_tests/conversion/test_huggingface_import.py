@@ -128,6 +128,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"has rope_theta = 10000\.0 and 500000\.0: remove the wrong one"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"with \['full_attention'\] is not understood"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),

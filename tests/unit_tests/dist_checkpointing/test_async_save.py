@@ -421,7 +421,9 @@ def train(ready):
             saver.wait_staged()
             state["w"].local.add_(1)
             state["b"].local.sub_(1)
-            done = lambda step=step: write_tracker(root, step)
+            def done(step=step):
+                write_tracker(root, step)
+                os.write(ready, b"x")
             saver.save(state, f"{root}/iter_{step:07d}", common={"step": step}, on_commit=done)
             for report in saver.poll():
                 assert report.error is None, report.error
@@ -443,7 +445,9 @@ for _ in range(kills):
     step = int.from_bytes(resumed, "little")
     assert step >= last, (step, last)
     last = step
-    time.sleep(random.random() * 0.08)
+    for _ in range(random.randrange(4)):  # some commits, then any moment of the next save
+        os.read(reading, 1)
+    time.sleep(random.random() * 0.04)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
     os.close(reading)
@@ -483,10 +487,12 @@ def test_clean_up_restores_a_replaced_checkpoint(tmp_path):
 
 
 LEAKS = """
-import os, sys, threading, torch
+import ctypes, gc, os, sys, threading, torch
 from megatron.core.dist_checkpointing import AsyncSaver, ShardedObject, ShardedTensor
 
 def usage():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps for later is no leak
     resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return resident, len(os.listdir("/proc/self/fd")), threading.active_count(), sorted(os.listdir("/dev/shm"))
 
@@ -512,7 +518,8 @@ def run_leaks(root, saves):
     if not Path("/proc/self/statm").exists():
         pytest.skip("needs /proc")
     command = [sys.executable, "-c", LEAKS, str(root), str(saves)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"MALLOC_ARENA_MAX": "2"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -140,6 +141,30 @@ def test_any_layout_reads_what_any_layout_wrote(pool, checkpoints, writer, reade
         if writer == reader:
             tp_rank = rank % reader[1]
             assert found[f"rng/shard_{tp_rank}"] == {"seed": [tp_rank, reader[1]]}
+
+
+def exchanged_load(rank, size, directory, tp):
+    """Data-parallel replicas exchange what they read."""
+    groups = [dist.new_group([r for r in range(size) if r % tp == tp_rank]) for tp_rank in range(tp)]
+    state = layout_state(rank, tp, size // tp, fill=False)
+    state.pop("rng")
+    state["turned"] = ShardedTensor.replicated("experts.weight", torch.zeros(12, 4, 6).permute(1, 2, 0))
+    state.pop("experts.weight")
+    report = load(state, directory, strictness="raise_unexpected", exchange_group=groups[rank % tp])
+    assert_equal_to_global(state)
+    return report.bytes_needed
+
+
+@pytest.mark.parametrize(("size", "tp"), [(4, 1), (4, 2), (3, 1), (2, 2)])
+def test_replicas_read_each_byte_once(pool, checkpoints, size, tp):
+    needed = pool.run(exchanged_load, size, str(checkpoints / "2_2"), tp)
+    one_copy = sum(stored.nbytes for stored in read_metadata(checkpoints / "2_2").tensors.values())
+    replicated_over_tp = {"norm.weight", "step", "experts.weight"}  # by name or, for the last one, by this test
+    replicas = sum(global_tensor(key).nbytes for key in replicated_over_tp)
+    moments = sum(global_tensor(key).numel() * 4 for key in replicated_over_tp - {"experts.weight"})
+    assert sum(needed) == one_copy + (tp - 1) * (replicas + moments)
+    if tp == 1:
+        assert max(needed) < 1.3 * min(needed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -6,7 +6,7 @@ import signal
 import torch
 
 from megatron.training.config import TrainingConfig
-from megatron.training.signals import ExitDecision, ExitSignals
+from megatron.training.signals import Exit, ExitDecision, ExitSignals
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,8 @@ def one_rank_is_signalled(rank, world_size):
 
 
 def test_a_signal_on_one_rank_ends_all(pool):
-    assert pool.run(one_rank_is_signalled, 2) == [(None, "SIGTERM was received", "SIGTERM was received")] * 2
+    signalled = Exit("SIGTERM was received", urgent=True)
+    assert pool.run(one_rank_is_signalled, 2) == [(None, signalled, signalled)] * 2
 
 
 def time_is_up_on_one_rank(rank, world_size):
@@ -30,8 +31,8 @@ def time_is_up_on_one_rank(rank, world_size):
 
 
 def test_a_time_limit_on_one_rank_ends_all(pool):
-    first, second = pool.run(time_is_up_on_one_rank, 2)
-    assert "--exit-duration-in-mins" in first and "--exit-duration-in-mins" in second
+    for leave in pool.run(time_is_up_on_one_rank, 2):
+        assert leave.urgent and "--exit-duration-in-mins" in leave.reason
 
 
 def test_exit_interval_needs_no_communication():

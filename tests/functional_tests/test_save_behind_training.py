@@ -1,13 +1,28 @@
 """A checkpoint written behind training is, bit for bit, the one that training would have waited for."""
 
+import shlex
 import stat
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from training_harness import LAYOUTS, LLAMA, assert_same_bits, train, whole
+from training_harness import (
+    COMMON,
+    LAYOUTS,
+    LLAMA,
+    Measurements,
+    assert_same_bits,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    train,
+    whole,
+)
 
 from megatron.core.dist_checkpointing import Reader, is_complete
+from megatron.training.run_config import parse_args
+from megatron.training.training import pretrain
 
 SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
 
@@ -42,19 +57,35 @@ def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
     assert sorted(path.name for path in (tmp_path / "iter_0000008").glob("__1_*")) in ([], ["__1_1.distcp"])
 
 
+class DirectoryThief(Measurements):
+    """After iteration 3 the directory of the checkpoints is gone, and a file has its name."""
+
+    def interval(self, interval):
+        super().interval(interval)
+        if interval.last.iteration == 3:
+            while not (self.root / "latest_checkpointed_iteration.txt").exists():
+                time.sleep(0.01)
+            self.root.rename(self.root.with_name("stolen"))
+            self.root.write_text("a file")
+
+
+def train_robbed(rank, world_size, root, flags):
+    thief = DirectoryThief()
+    thief.root = root
+    config = parse_args(shlex.split(f"{COMMON} {SAVING} --save {root} {flags}"), world_size)
+    return pretrain(config, model_provider, datasets_provider, forward_step, writers=[thief]).state.iteration
+
+
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
-    """No directory can be made below a file."""
-    (tmp_path / "file").write_text("precious")
-    outcomes = pool.run(train, 2, f"{SAVING} --save {tmp_path / 'file/checkpoints'} {mode}")
-    assert outcomes[0].iteration == 8
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert pool.run(train_robbed, 2, tmp_path / "checkpoints", mode) == [8, 8]
+    assert is_complete(tmp_path / "stolen/iter_0000002"), "the checkpoint before is as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "stolen"]
 
 
 def test_exit_on_save_failure(pool, tmp_path):
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(ValueError, match=r"iter_0000002 was not saved: .*Not a directory"):
-        pool.run(train, 2, f"{SAVING} --save {tmp_path / 'file/checkpoints'} --exit-on-save-failure")
+    with pytest.raises(ValueError, match=r"iter_0000004 was not saved: .*(Not a directory|File exists)"):
+        pool.run(train_robbed, 2, tmp_path / "checkpoints", "--exit-on-save-failure")
 
 
 def test_files_can_be_read_by_others(pool, tmp_path):

@@ -1,0 +1,127 @@
+"""What a run does besides its steps: evaluate, log, save on time, grow its batch, end early."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from training_harness import COMMON, LAYOUTS, MODELS, assert_same_bits, train, whole
+
+ROOT = Path(__file__).parents[2]
+LLAMA = f"--mock-data {MODELS['llama']} "
+CLOSE = 1e-6
+
+
+def saved(directory):
+    return sorted(path.name for path in directory.glob("iter_*"))
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2_interleaved", "dp2_distributed_optimizer"])
+def test_evaluation_is_the_same_everywhere_and_disturbs_nothing(pool, layout):
+    world_size, layout_flags = LAYOUTS[layout]
+    flags = f"{LLAMA} --train-iters 5 --hidden-dropout 0 "
+    evaluating = f"{flags} --eval-interval 2 --eval-iters 3 --log-validation-ppl-to-tensorboard "
+    plain = pool.run(train, 1, flags)[0].measured
+    single = pool.run(train, 1, evaluating)[0].measured
+    parallel = pool.run(train, world_size, evaluating + layout_flags)[0].measured
+    assert single.losses == plain.losses
+    keys = {("lm loss validation", i) for i in (2, 4, 5)} | {("lm loss test", 5)}
+    assert keys <= single.points.keys() == parallel.points.keys()
+    assert len({single.points[key] for key in keys}) == 4  # every evaluation goes on in the data
+    for key in keys:
+        assert parallel.points[key] == pytest.approx(single.points[key], rel=CLOSE)
+    perplexity = single.points["lm loss validation ppl", 2]
+    assert perplexity == pytest.approx(torch.tensor(single.points["lm loss validation", 2]).exp().item(), rel=1e-5)
+
+
+def test_skip_train_evaluates_what_was_loaded(pool, tmp_path):
+    flags = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 100 --save {tmp_path} "
+    trained = pool.run(train, 1, flags)[0]
+    again = pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train")[0]
+    assert again.measured.losses == [] and again.iteration == 4
+    assert again.measured.points["lm loss test", 4] == trained.measured.points["lm loss test", 4]
+
+
+def test_saves_on_time_and_at_the_end(pool, tmp_path):
+    pool.run(train, 1, f"{LLAMA} --train-iters 5 --save {tmp_path} --save-interval 2")
+    assert saved(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000005"]
+    pool.run(train, 1, f"{LLAMA} --train-iters 8 --override-opt_param-scheduler --load {tmp_path} --save {tmp_path}")
+    assert saved(tmp_path)[-1] == "iter_0000008"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_a_run_that_is_complete_saves_nothing_more(pool, tmp_path):
+    flags = f"{LLAMA} --train-iters 3 --save {tmp_path} --load {tmp_path}"
+    pool.run(train, 1, flags)
+    before = (tmp_path / "iter_0000003/.metadata").stat().st_mtime_ns
+    assert pool.run(train, 1, flags)[0].measured.losses == []
+    assert (tmp_path / "iter_0000003/.metadata").stat().st_mtime_ns == before
+
+
+def test_a_time_limit_saves_and_ends(pool, tmp_path):
+    (outcome, other) = pool.run(
+        train, 2, f"{LLAMA} --train-iters 100000 --save {tmp_path} --exit-duration-in-mins 0.02"
+    )
+    assert 0 < outcome.iteration == other.iteration < 100000
+    assert saved(tmp_path) == [f"iter_{outcome.iteration:07d}"]
+
+
+def test_batch_size_grows(pool, tmp_path):
+    """Four iterations of 4, then of 8; interrupted while it grows, it goes on growing."""
+    common = COMMON.replace("--lr-warmup-iters 2", "")
+    flags = f"{LLAMA} --rampup-batch-size 4 4 16 --train-samples 32 "
+    straight = pool.run(train, 1, flags, common)[0]
+    assert (straight.iteration, straight.consumed_train_samples) == (6, 32)
+    first = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 3", common)[0]
+    assert first.consumed_train_samples == 12
+    second = pool.run(train, 2, f"{flags} --load {tmp_path}", common)[0]
+    assert (second.iteration, second.consumed_train_samples) == (6, 32)
+    losses = first.measured.losses + second.measured.losses
+    assert losses == pytest.approx(straight.measured.losses, rel=CLOSE)
+
+
+def test_checkpoint_is_converted_without_training(pool, tmp_path):
+    flags = f"{LLAMA} --train-iters 4 "
+    before = pool.run(train, 1, f"{flags} --save {tmp_path}/a --exit-interval 2")
+    convert = f"--load {tmp_path}/a --ckpt-convert-format torch_dist --ckpt-convert-save {tmp_path}/b"
+    pool.run(train, 2, f"{flags} {convert} --tensor-model-parallel-size 2")
+    assert saved(tmp_path / "b") == ["iter_0000002"]
+    assert_same_bits(whole(pool.run(train, 1, f"{flags} --load {tmp_path}/b --skip-train")), whole(before))
+
+
+def params_norm_and_zeros(rank, world_size, flags):
+    """What the log says of parameters and gradients, and all parameters."""
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        outcome = train(rank, world_size, f"{flags} --log-params-norm --log-num-zeros-in-grad --timing-log-level 2")
+    return text.getvalue(), outcome
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "dp2_distributed_optimizer"])
+@pytest.mark.parametrize("model", MODELS)
+def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
+    world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
+    results = pool.run(params_norm_and_zeros, world_size, f"--mock-data --train-iters 3 {MODELS[model]} {flags}")
+    text, tensors = results[0][0], whole([outcome for _, outcome in results])
+    norm = sum(t.double().square().sum() for k, t in tensors.items() if not k.startswith("optimizer.")).sqrt()
+    assert float(re.findall(r"params norm: ([\d.]+)", text)[-1]) == pytest.approx(norm.item(), abs=6e-4)
+    reference = pool.run(params_norm_and_zeros, 1, f"--mock-data --train-iters 3 {MODELS[model]}")[0][0]
+    zeros, expected = ([int(n) for n in re.findall(r"num zeros: (\d+)", log)] for log in (text, reference))
+    rounding = 4 * 32 if model == "gpt2" else 0  # the gradient of a key bias is zero up to rounding
+    assert len(zeros) == 3 and zeros == pytest.approx(expected, abs=rounding)
+    for name in ("forward-backward", "finalize-model-grads", "optimizer", "forward-compute", "batch-generator"):
+        assert re.search(rf"{name} \.+: \(\d+\.\d\d, \d+\.\d\d\)", text)
+    assert all(output == "" for output, _ in results[1:])  # rank 0 speaks for all
+
+
+def test_help_is_grouped_and_needs_nothing(tmp_path):
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    groups = ["Model", "Parallelism", "Training", "Optimizer", "Data", "Tokenizer", "Checkpoints", "Logging"]
+    assert all(f"\n{group}:" in result.stdout for group in groups)
+    assert "--tensor-model-parallel-size N" in result.stdout and max(map(len, result.stdout.splitlines())) <= 120

@@ -1,0 +1,22 @@
+"""Write universal checkpoints of four models for `deepspeed_load.py`: DIRECTORY/{llama,llama-untied-bf16,gpt,bloom}."""
+
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "unit_tests" / "conversion")]
+
+from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source  # noqa: E402
+
+from megatron.conversion.universal_writer import write_universal  # noqa: E402
+
+MODELS = {
+    "llama": LLAMA_ARGS | {"untie_embeddings_and_output_weights": False},
+    "llama-untied-bf16": LLAMA_ARGS | {"bf16": True},
+    "gpt": GPT_ARGS,
+    "bloom": BLOOM_ARGS,
+}
+
+if __name__ == "__main__":
+    for name, args in MODELS.items():
+        write_universal(random_source(args), Path(sys.argv[1]) / name)

@@ -1,0 +1,77 @@
+"""`tools/checkpoint/convert.py` on the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from safetensors.torch import load_file
+
+from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.huggingface_writer import write_huggingface
+from megatron.conversion.model_space import read_whole
+from megatron.conversion.universal_files import find_universal
+from megatron.conversion.universal_writer import UniversalOptions, write_universal
+
+TOOL = Path(__file__).parents[3] / "tools" / "checkpoint" / "convert.py"
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+def run(*words: object) -> str:
+    done = subprocess.run([sys.executable, TOOL, *map(str, words)], text=True, capture_output=True)
+    return done.stdout + done.stderr.split("\r")[-1] if done.returncode else done.stdout
+
+
+def test_from_universal_to_hugging_face(tmp_path: Path) -> None:
+    source = random_source(LLAMA_ARGS | {"bf16": True})
+    write_universal(source, tmp_path / "in")
+    said = run("--saver", "hf", "--load-dir", tmp_path / "in", "--save-dir", tmp_path / "hf", "--dtype", "fp32")
+    assert "-> " + str(tmp_path / "hf") in said and "not carried: optimizer state" in said
+    embedding = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(embedding, source.values["optimizer.state.param.embedding.word_embeddings.weight"])
+
+
+@pytest.mark.parametrize("flags", [[], ["--num-attention-heads", "4"]])
+def test_arguments_that_the_files_lack(flags: list[str], tmp_path: Path) -> None:
+    write_universal(random_source(GPT_ARGS), tmp_path / "in")
+    found = find_universal(tmp_path / "in")
+    assert found is not None
+    state = torch.load(found / "mp_rank_00_model_states.pt", weights_only=False)
+    torch.save({name: v for name, v in state.items() if name != "args"}, found / "mp_rank_00_model_states.pt")
+    said = run("--saver", "torch_dist", "--load-dir", tmp_path / "in", "--save-dir", tmp_path / "out", *flags)
+    if flags:
+        assert open_checkpoint(tmp_path / "out").training.iteration == 7  # type: ignore[union-attr]
+    else:
+        assert "error: " in said and "give --num-attention-heads" in said
+        assert not (tmp_path / "out").exists()
+
+
+def test_options_for_both_ends(tmp_path: Path) -> None:
+    source = random_source(GPT_ARGS, optimizer=False)
+    write_huggingface(source, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"logit_scale": 1.0}))
+    to = ["--saver", "universal", "--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "ds"]
+    blocks = ["--target-qkv-blocks", "--target-tensor-parallel-size", "2", "--universal-style", "no-pipeline"]
+    assert "--hf-ignore-fields logit_scale" in run(*to, *blocks)
+    assert "moments are zero" in run(*to, *blocks, "--hf-ignore-fields", "logit_scale")
+    assert (find_universal(tmp_path / "ds") / "zero" / "language_model.embedding.word_embeddings.weight").is_dir()  # type: ignore[operator]
+    assert torch.equal(read_whole(open_checkpoint(tmp_path / "ds"), QKV), source.values[QKV])
+    again = ["--saver", "hf", "--load-dir", tmp_path / "ds", "--save-dir", tmp_path / "hf2", "--no-optim"]
+    run(*again, "--universal-qkv-layout", "groups")
+    assert not torch.equal(read_whole(open_checkpoint(tmp_path / "hf2"), QKV), source.values[QKV])
+
+
+def test_unknown_flags_are_named(tmp_path: Path) -> None:
+    said = run("--saver", "hf", "--load-dir", tmp_path, "--save-dir", tmp_path / "x", "--num-layer", "2")
+    assert "--num-layer" in said and "--num-layers" in said
+
+
+def test_steps_of_a_universal_root(tmp_path: Path) -> None:
+    write_universal(random_source(GPT_ARGS), tmp_path / "in", UniversalOptions())
+    assert open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors
+    with pytest.raises(ValueError, match="--ckpt-step 8"):
+        open_checkpoint(tmp_path / "in", step=8)

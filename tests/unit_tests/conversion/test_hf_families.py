@@ -1,0 +1,213 @@
+"""Configurations with the fields of well-known published models: read as a whole, and of the published size."""
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron.conversion.hf_families import family_of
+from megatron.conversion.model_config import mathematics, model_config, model_tensors
+
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+COMMON = {"initializer_range": 0.02, "use_cache": True, "transformers_version": "4.40.0", "torch_dtype": "bfloat16"}
+LLAMA_LIKE = COMMON | {"hidden_act": "silu", "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "GPT-2": (
+        124_439_808,
+        {
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.1,
+            "bos_token_id": 50256,
+            "embd_pdrop": 0.1,
+            "eos_token_id": 50256,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gpt2",
+            "n_ctx": 1024,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_layer": 12,
+            "n_positions": 1024,
+            "resid_pdrop": 0.1,
+            "summary_activation": None,
+            "summary_first_dropout": 0.1,
+            "summary_proj_to_labels": True,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+            "vocab_size": 50257,
+        },
+    ),
+    "Llama-2-7B": (
+        6_738_415_616,
+        LLAMA_LIKE
+        | {
+            "_name_or_path": "meta-llama/Llama-2-7b-hf",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+    ),
+    "Llama-3.2-1B": (
+        1_235_814_400,
+        LLAMA_LIKE
+        | {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": False,
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "model_type": "llama",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": LLAMA3_ROPE,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 128256,
+        },
+    ),
+    "Mistral-7B-v0.1": (
+        7_241_732_096,
+        LLAMA_LIKE
+        | {
+            "architectures": ["MistralForCausalLM"],
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+    ),
+    "Qwen2.5-0.5B": (
+        494_032_768,
+        LLAMA_LIKE
+        | {
+            "architectures": ["Qwen2ForCausalLM"],
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "model_type": "qwen2",
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "Qwen3-0.6B": (
+        596_049_920,
+        LLAMA_LIKE
+        | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "model_type": "qwen3",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "BLOOM-560M": (
+        559_214_592,
+        {
+            "apply_residual_connection_post_layernorm": False,
+            "architectures": ["BloomForCausalLM"],
+            "attention_dropout": 0.0,
+            "attention_softmax_in_fp32": True,
+            "bias_dropout_fusion": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_dropout": 0.0,
+            "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05,
+            "masked_softmax_fusion": True,
+            "model_type": "bloom",
+            "n_embed": 1024,
+            "n_inner": None,
+            "n_layer": 24,
+            "num_attention_heads": 16,
+            "offset_alibi": 100,
+            "pad_token_id": 3,
+            "pretraining_tp": 1,
+            "seq_length": 2048,
+            "skip_bias_add": True,
+            "skip_bias_add_qkv": False,
+            "unk_token_id": 0,
+            "use_cache": True,
+            "vocab_size": 250880,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    size, hf = PUBLISHED[name]
+    family = family_of(hf)
+    config = model_config(family.read_config(hf, {}), hf["vocab_size"], name)
+    assert sum(map(math.prod, model_tensors(config).values())) == size
+    assert {place.key for place in family.places(config)} == set(model_tensors(config))
+    assert not family.obstacles(config)
+    again = model_config(family.read_config(family.write_config(config), {}), hf["vocab_size"], name)
+    assert mathematics(again) == mathematics(config)
+
+
+def test_what_the_fields_say() -> None:
+    def read(name: str) -> dict[str, Any]:
+        return family_of(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
+
+    llama = read("Llama-3.2-1B")
+    assert llama["use_rope_scaling"] and llama["rope_scaling_factor"] == 32.0 and llama["rotary_base"] == 5e5
+    assert llama["rope_original_max_position_embeddings"] == 8192 and llama["bf16"]
+    assert read("Llama-2-7B")["rotary_base"] == 1e4 and not read("Llama-2-7B")["group_query_attention"]
+    assert read("Mistral-7B-v0.1")["window_size"] == (4095, 0)
+    assert read("Qwen2.5-0.5B")["window_size"] is None and read("Qwen2.5-0.5B")["add_qkv_bias"]
+    assert read("Qwen3-0.6B")["kv_channels"] == 128 and read("Qwen3-0.6B")["qk_layernorm"]
+    assert read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
+    assert read("GPT-2")["hidden_dropout"] == 0.1 and read("GPT-2")["bias_gelu_fusion"]

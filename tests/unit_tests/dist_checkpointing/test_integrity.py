@@ -1,0 +1,160 @@
+"""Damage of any byte of any file is found, and explained."""
+
+import os
+import random
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_common,
+    save,
+    verify,
+)
+from megatron.core.dist_checkpointing.checksums import BLOCK_SIZE
+
+
+def make_state(fill):
+    """Small tensors, one of several blocks, one stored in two chunks' files, an object."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"w": (900, 1000), "u": (300, 500), "b": (77,), "s": ()}
+    state = {}
+    for key, shape in shapes.items():
+        values = torch.randn(shape, generator=generator)
+        state[key] = ShardedTensor.replicated(key, values if fill else torch.zeros(shape))
+    state["rng"] = ShardedObject("rng", {"seed": [1, 2, 3]} if fill else None)
+    return state
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pristine") / "c"
+    save(make_state(True), directory, common={"iteration": 7, "args": {"lr": 0.1}})
+    return directory
+
+
+@pytest.fixture
+def checkpoint(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "c")
+
+
+def flip(path, position, bit):
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def verified_load(directory):
+    """None if everything came back as it was saved; else the explanation."""
+    state, expected = make_state(False), make_state(True)
+    try:
+        report = load(state, directory, verify=True)
+        common = load_common(directory, verify=True)
+    except CheckpointError as error:
+        return str(error)
+    assert common == {"iteration": 7, "args": {"lr": 0.1}} and report.objects["rng"] == {"seed": [1, 2, 3]}
+    for key in ("w", "u", "b", "s"):
+        assert torch.equal(state[key].local, expected[key].local), key
+    return None
+
+
+def test_an_intact_checkpoint_verifies(checkpoint):
+    read = []
+    report = verify(checkpoint, progress=read.append)
+    assert report.ok and report.has_checksums and not report.notes, report
+    assert (report.tensors, report.objects) == (4, 1)
+    files = [path for path in checkpoint.iterdir() if path.name != "checksums.json"]
+    assert report.files == len(files)
+    assert report.bytes == sum(read) == sum(path.stat().st_size for path in files)
+    assert verified_load(checkpoint) is None
+
+
+def test_every_flipped_bit_is_found(checkpoint):
+    """260 positions over all files, 40 at least in each; a flip must be explained by `verify`, and by a verified load
+    where it touches the file."""
+    rng = random.Random(0)
+    files = sorted(checkpoint.iterdir())
+    places = [(path, rng.randrange(path.stat().st_size)) for path in files for _ in range(-(-260 // len(files)))]
+    found = 0
+    for path, position in places:
+        bit = rng.randrange(8)
+        flip(path, position, bit)
+        report = verify(checkpoint, workers=1)
+        assert not report.ok, (path.name, position, bit)
+        assert any(path.name in problem for problem in report.problems), (path.name, report.problems)
+        problem = verified_load(checkpoint)
+        if problem is not None:
+            found += 1
+            assert path.name in problem, (path.name, position, problem)
+        else:
+            assert path.name == "metadata.json", "a load does not read this file only"
+        flip(path, position, bit)
+    assert len(places) >= 260 and found > 200
+    assert verify(checkpoint).ok
+
+
+def test_unverified_loads_of_damaged_files_explain_themselves(checkpoint):
+    """Without checksums damage may go unnoticed in the data, but never ends in anything but a CheckpointError."""
+    rng = random.Random(1)
+    for path in sorted(checkpoint.iterdir()):
+        for _ in range(60):
+            position, bit = rng.randrange(min(2000, path.stat().st_size)), rng.randrange(8)
+            flip(path, position, bit)
+            try:
+                load(make_state(False), checkpoint, strictness="ignore_all")
+                load_common(checkpoint)
+            except CheckpointError as error:
+                assert "\n" not in str(error) or "does not fit" in str(error)
+            flip(path, position, bit)
+
+
+def test_only_what_is_read_is_checked(checkpoint):
+    """Damage in a block that a partial load does not touch does not stop it."""
+    big = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    blocks = big.stat().st_size // BLOCK_SIZE
+    assert blocks >= 2
+    flip(big, (blocks - 1) * BLOCK_SIZE + 10, 3)
+    problems = verify(checkpoint).problems
+    assert problems == [f"{big}: damaged: wrong checksum of bytes {(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"]
+    state, expected = make_state(False), make_state(True)
+    load({"u": state["u"]}, checkpoint, verify=True, strictness="raise_unexpected")
+    assert torch.equal(state["u"].local, expected["u"].local)
+    with pytest.raises(CheckpointError, match=f"{big.name}: damaged"):
+        load({"w": state["w"]}, checkpoint, verify=True, strictness="raise_unexpected")
+
+
+def test_completeness(checkpoint):
+    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    size = shard.stat().st_size
+    os.truncate(shard, size // 2)
+    assert any("truncated" in problem for problem in verify(checkpoint).problems)
+    shard.unlink()
+    assert any(f"{shard}: the shard file is missing" in problem for problem in verify(checkpoint).problems)
+    (checkpoint / ".metadata").unlink()
+    assert any("holds no complete checkpoint" in problem for problem in verify(checkpoint).problems)
+    assert verify(checkpoint / "nowhere").problems == [f"{checkpoint / 'nowhere'}: no such directory"]
+
+
+def test_appended_bytes_and_foreign_files(checkpoint):
+    (checkpoint / "__7_0.distcp").write_bytes(b"left over")
+    report = verify(checkpoint)
+    assert report.ok and "__7_0.distcp: belongs to no tensor" in report.notes[0]
+    with (checkpoint / "common.pt").open("ab") as file:
+        file.write(b"x")
+    assert not verify(checkpoint).ok
+
+
+def test_foreign_checkpoints_have_no_checksums(tmp_path):
+    dcp.save({"w": torch.randn(30, 4)}, checkpoint_id=tmp_path / "c")
+    report = verify(tmp_path / "c")
+    assert report.ok and not report.has_checksums and len(report.notes) == 2
+    with pytest.raises(CheckpointError, match="written without checksums"):
+        load({"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}, tmp_path / "c", verify=True)

@@ -1,0 +1,139 @@
+"""tools/checkpoint/inspect.py: what it shows is what was saved, and damage and differences are found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
+from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from tools.checkpoint.inspect import main
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "mcore_0.16.1"
+LLAMA = GOLDEN / "llama_fp32_tp2pp2"
+
+
+def save_run(root, iteration, **tensors):
+    state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
+    state["rng_state/shard_0.0_1.1"] = ShardedObject("rng_state/shard_0.0_1.1", [1])
+    save(state, root / f"iter_{iteration:07d}", common={"iteration": iteration})
+    write_tracker(root, iteration)
+    return root
+
+
+@pytest.fixture
+def run(tmp_path):
+    torch.manual_seed(1)
+    return save_run(tmp_path / "run", 30, weight=torch.randn(30, 20), bias=torch.randn(20).bfloat16())
+
+
+def json_of(capsys, *arguments):
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_show(run, capsys):
+    code, shown = json_of(capsys, "show", run)
+    assert code == 0 and shown["iteration"] == 30 and shown["format"] == "torch_dist"
+    assert shown["tensors"] == {
+        "weight": {"shape": [30, 20], "dtype": "float32", "bytes": 2400, "chunks": 1},
+        "bias": {"shape": [20], "dtype": "bfloat16", "bytes": 40, "chunks": 1},
+    }
+    assert shown["objects"] == ["rng_state/shard_0.0_1.1"] and shown["bytes"] == 2440 and shown["checksums"]
+    directory = run / "iter_0000030"
+    assert shown["files"] == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
+    assert main(["show", str(directory), "--keys", "w*"]) == 0
+    text = capsys.readouterr().out
+    assert "30x20" in text and "bias" not in text
+
+
+def test_show_of_megatron_checkpoints(capsys):
+    code, shown = json_of(capsys, "show", LLAMA / "torch_dist_fully_reshardable")
+    assert shown["iteration"] == 5 and shown["args"]["num_layers"] == 4 and not shown["checksums"]
+    assert shown["layout"] == {"tp": 2, "pp": 2, "dp": 1, "world": 4}
+    code, legacy = json_of(capsys, "show", LLAMA / "legacy")
+    assert code == 0 and legacy["format"] == "legacy" and legacy["layout"] == shown["layout"]
+    assert legacy["bytes"] == shown["bytes"]
+
+
+def test_verify(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    assert "intact (2 tensors, 1 objects" in capsys.readouterr().out
+    shard = next(path for path in (run / "iter_0000030").iterdir() if path.name == "__0_0.distcp")
+    content = bytearray(shard.read_bytes())
+    content[700] ^= 16
+    shard.write_bytes(content)
+    code, report = json_of(capsys, "verify", run)
+    assert code == 1 and len(report["problems"]) == 1 and "__0_0.distcp: damaged" in report["problems"][0]
+    (run / "iter_0000030" / ".metadata").unlink()
+    assert main(["verify", str(run), "--ckpt-step", "30"]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_verify_of_other_formats(capsys):
+    assert main(["verify", str(LLAMA / "torch_dist_dp_reshardable")]) == 0
+    assert "written without checksums" in capsys.readouterr().out
+    assert main(["verify", str(LLAMA / "legacy")]) == 2
+    assert "is a legacy checkpoint; only torch_dist" in capsys.readouterr().err
+
+
+def test_diff_finds_what_differs(run, tmp_path, capsys):
+    torch.manual_seed(1)
+    weight, bias = torch.randn(30, 20), torch.randn(20).bfloat16()
+    same = save_run(tmp_path / "same", 7, weight=weight, bias=bias)
+    assert main(["diff", str(run), str(same)]) == 0
+    assert "2 tensors compared: equal bitwise" in capsys.readouterr().out
+
+    changed = weight.clone()
+    changed[3, 4] += 0.25
+    changed[5, 6] = float("nan")
+    other = save_run(tmp_path / "other", 7, weight=changed, bias=bias.float(), extra=torch.zeros(2))
+    code, result = json_of(capsys, "diff", run, other)
+    assert code == 1 and result["compared"] == 2
+    found = {entry["key"]: entry for entry in result["differences"]}
+    assert found["weight"]["what"] == "2 of 600 values differ" and found["weight"]["max_abs"] == float("inf")
+    assert found["bias"]["what"] == "bfloat16 and float32, 0 of 20 values differ"
+    assert found["extra"]["what"] == f"only in {other / 'iter_0000007'}"
+
+    near = save_run(tmp_path / "near", 7, weight=weight + 1e-4, bias=bias)
+    assert main(["diff", str(run), str(near)]) == 1
+    assert "by at most 0.0001" in capsys.readouterr().out
+    assert main(["diff", str(run), str(near), "--atol", "1e-3"]) == 0
+    wide = save_run(tmp_path / "wide", 7, weight=torch.zeros(31, 20), bias=bias)
+    assert main(["diff", str(run), str(wide)]) == 1
+    assert "shape (30, 20) and (31, 20)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", ["legacy", "torch_dist_dp_reshardable"])
+def test_diff_and_digest_across_formats(other, capsys):
+    """The same state, stacked and by layer, in model space and in flat buckets."""
+    first = LLAMA / "torch_dist_fully_reshardable"
+    code, result = json_of(capsys, "diff", first, LLAMA / other)
+    assert code == 0 and result["compared"] == 108 and result["differences"] == []
+    assert json_of(capsys, "digest", first)[1]["digests"] == json_of(capsys, "digest", LLAMA / other)[1]["digests"]
+
+
+def test_digest(run, capsys):
+    torch.manual_seed(1)
+    weight = torch.randn(30, 20)
+    _, result = json_of(capsys, "digest", run, "--keys", "weight")
+    assert result["digests"] == {"weight": format_digest(partial_digest(weight, (0, 0), (30, 20)))}
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["inspect.py", "convert.py"])
+def test_scripts_find_the_standard_library(script, tmp_path):
+    """Run as a script, its directory must not hide the module `inspect`."""
+    command = [sys.executable, str(ROOT / "tools" / "checkpoint" / script), "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert result.returncode == 0 and "usage" in result.stdout, result.stderr

@@ -1,0 +1,361 @@
+"""Look into checkpoints: what they hold, whether they are whole, how two of them differ.
+
+    python tools/checkpoint/inspect.py show run/checkpoints              what is in it, who wrote it, where it lies
+    python tools/checkpoint/inspect.py verify run/checkpoints            files, coverage of every tensor, checksums
+    python tools/checkpoint/inspect.py diff run/checkpoints other/model  any two formats, any two layouts
+    python tools/checkpoint/inspect.py digest run/checkpoints            a number per tensor, the same in any layout
+
+PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or --ckpt-step). One process,
+no GPU, no model; tensors are read a slice at a time. Exit status 1: damaged (verify) or different (diff).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The repository instead of this directory, whose inspect.py would hide the standard library's.
+if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
+    sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
+
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import fnmatch  # noqa: E402
+import json  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Mapping  # noqa: E402
+from dataclasses import asdict, dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from megatron.conversion.detect import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
+from megatron.conversion.model_space import Shape, TensorInfo  # noqa: E402
+from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify  # noqa: E402
+from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices  # noqa: E402
+from megatron.core.dist_checkpointing.integrity import total_bytes  # noqa: E402
+
+SLICE = 64 << 20  # bytes of a tensor in memory at once
+LAYOUT_ARGS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+    "world": "world_size",
+}
+Progress = Callable[[int], Any]
+
+
+@dataclass
+class View:
+    """Named tensors of a checkpoint, whatever its format."""
+
+    path: Path
+    format: str
+    tensors: Mapping[str, TensorInfo]
+    read: Callable[[str, Shape, Shape], torch.Tensor]
+
+    def slices(self, key: str) -> Any:
+        """(offset, rows) of a tensor in turn."""
+        info = self.tensors[key]
+        for offset, shape in row_slices(info.shape, info.dtype.itemsize, SLICE):
+            yield offset, self.read(key, offset, shape)
+
+
+def open_view(root: Path, step: int | None) -> View:
+    """In model space if the files say which model it is, so that formats can be compared; else keys as stored."""
+    path = locate(root, step)
+    kind = detect(path)
+    if kind != "torch_dist":
+        source = open_checkpoint(path, kind)
+        return View(path, kind, source.tensors, source.read)
+    with contextlib.suppress(ValueError):  # a checkpoint of something else than our models
+        source = open_checkpoint(path, kind)
+        if not source.unused:
+            return View(path, kind, source.tensors, source.read)
+    return stored_view(path)
+
+
+def stored_view(path: Path) -> View:
+    """A torch_dist directory under the keys in its files."""
+    reader = Reader(path)
+    tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in reader.metadata.tensors.items()}
+    return View(path, "torch_dist", tensors, reader.read)
+
+
+def bar(total: int, what: str, quiet: bool) -> tqdm:
+    disable = True if quiet else None  # None: unless it is a terminal
+    return tqdm(total=total, unit="B", unit_scale=True, desc=what, file=sys.stderr, disable=disable, leave=False)
+
+
+# show
+
+
+def show(args: argparse.Namespace) -> int:
+    path = locate(args.path, args.ckpt_step)
+    kind = detect(path)
+    view = stored_view(path) if kind == "torch_dist" else open_view(path, None)
+    chosen = {key: info for key, info in view.tensors.items() if fnmatch.fnmatch(key, args.keys)}
+    result: dict[str, Any] = {"path": str(path), "format": kind, **_totals(view)}
+    if kind == "torch_dist":
+        result |= _torch_dist_facts(path)
+    else:
+        source = open_checkpoint(path, kind)
+        result |= _run_facts(source.args, source.training.iteration if source.training else None)
+    result["tensors"] = {
+        key: {"shape": list(info.shape), "dtype": _dtype(info.dtype), "bytes": info.nbytes, **_chunks(result, key)}
+        for key, info in chosen.items()
+    }
+    result.pop("chunks", None)
+    if args.json:
+        print(json.dumps(result, indent=1, default=str))
+    else:
+        print_show(result)
+    return 0
+
+
+def _totals(view: View) -> dict[str, Any]:
+    sizes: Counter[str] = Counter()
+    for key, info in view.tensors.items():
+        sizes[".".join(key.split(".")[:3]) if key.startswith("optimizer.state.") else "weights"] += info.nbytes
+    return {"num_tensors": len(view.tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
+
+
+def _torch_dist_facts(path: Path) -> dict[str, Any]:
+    reader, common = Reader(path), load_common(path)
+    if not common and "common_state/shard_0_1" in reader.metadata.objects:  # newer Megatron-LM
+        common = reader.read_object("common_state/shard_0_1")
+    args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else common.get("args", {})
+    needed = reader.metadata.file_sizes()
+    files = {name: (path / name).stat().st_size if (path / name).exists() else None for name in sorted(needed)}
+    return {
+        **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
+        "objects": sorted(reader.metadata.objects),
+        "files": files,
+        "checksums": (path / "checksums.json").exists(),
+        "chunks": {key: len(stored.chunks) for key, stored in reader.metadata.tensors.items()},
+    }
+
+
+def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]:
+    layout = {name: args[full] for name, full in LAYOUT_ARGS.items() if args.get(full) is not None}
+    return {"iteration": iteration, "layout": layout, "args": dict(args)}
+
+
+def _chunks(result: dict[str, Any], key: str) -> dict[str, int]:
+    return {"chunks": result["chunks"][key]} if "chunks" in result else {}
+
+
+def print_show(result: dict[str, Any]) -> None:
+    layout = ", ".join(f"{name.upper()} {value}" for name, value in result["layout"].items()) or "not stored"
+    print(f"{result['path']}\n  format     {result['format']}")
+    print(f"  iteration  {'not stored' if result['iteration'] is None else result['iteration']}")
+    print(f"  written at {layout}")
+    kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in result["bytes_by_kind"].items())
+    print(f"  tensors    {result['num_tensors']}, {_size(result['bytes'])} ({kinds})")
+    if "files" in result:
+        more = " ..." if len(result["objects"]) > 3 else ""
+        print(f"  objects    {len(result['objects'])}: {', '.join(result['objects'][:3])}{more}")
+        print(f"  checksums  {'yes' if result['checksums'] else 'no (written by another program)'}")
+        sizes = [size for size in result["files"].values() if size is not None]
+        if sizes:
+            balance = max(sizes) / (sum(sizes) / len(sizes))
+            print(f"  files      {len(sizes)}, largest {_size(max(sizes))} = {balance:.2f} x the mean")
+        for name, size in list(result["files"].items())[:32]:
+            print(f"    {name:24} {'missing' if size is None else _size(size):>12}")
+    width = max(map(len, result["tensors"]), default=0)
+    print(f"\n  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
+    for key, tensor in result["tensors"].items():
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        chunks = tensor.get("chunks", "")
+        print(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {_size(tensor['bytes']):>10}  {chunks:>6}")
+
+
+# verify
+
+
+def verify_target(root: Path, step: int | None) -> Path:
+    """The directory to verify, even if what is missing is that by which a checkpoint is recognised."""
+    if any(root.glob("*.distcp")):
+        return root
+    path = locate(root, step)
+    if not (is_torch_dist(path) or any(path.glob("*.distcp"))):
+        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist has what it takes to verify it")
+    return path
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    path = verify_target(args.path, args.ckpt_step)
+    with bar(total_bytes(path), "verify", args.quiet or args.json) as progress:
+        report = verify(path, workers=args.workers, progress=progress.update)
+    if args.json:
+        print(json.dumps({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1))
+        return int(not report.ok)
+    for problem in report.problems:
+        print(f"DAMAGED  {problem}")
+    for note in report.notes:
+        print(f"note     {note}")
+    checked = f"{_size(report.bytes)} in {report.files} files against their checksums" if report.has_checksums else ""
+    what = f"{report.tensors} tensors, {report.objects} objects" + (f", {checked}" if checked else "")
+    print(f"{path}: {'intact' if report.ok else f'{len(report.problems)} problems'} ({what})")
+    return int(not report.ok)
+
+
+# diff
+
+
+@dataclass
+class Difference:
+    """How one tensor differs. `max_abs` is None where values cannot be compared."""
+
+    key: str
+    what: str
+    max_abs: float | None = None
+
+
+def diff(args: argparse.Namespace) -> int:
+    first, second = (open_view(path, args.ckpt_step) for path in (args.path, args.other))
+    if first.tensors.keys() != second.tensors.keys() and first.format == second.format == "torch_dist":
+        raw = [stored_view(view.path) for view in (first, second)]
+        if raw[0].tensors.keys() == raw[1].tensors.keys():
+            first, second = raw
+    differences = missing_keys(first, second)
+    common = [key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)]
+    with bar(sum(first.tensors[key].nbytes for key in common), "diff", args.quiet or args.json) as progress:
+        for key in common:
+            found = compare_tensor(first, second, key, args.atol, progress.update)
+            if found is not None:
+                differences.append(found)
+    report_differences(args, first, second, differences, len(common))
+    return int(bool(differences))
+
+
+def missing_keys(first: View, second: View) -> list[Difference]:
+    only = [Difference(key, f"only in {first.path}") for key in first.tensors if key not in second.tensors]
+    return only + [Difference(key, f"only in {second.path}") for key in second.tensors if key not in first.tensors]
+
+
+def compare_tensor(first: View, second: View, key: str, atol: float, progress: Progress) -> Difference | None:
+    """None if both hold the same: bitwise and of the same dtype, or within `atol` if that is not 0."""
+    a, b = first.tensors[key], second.tensors[key]
+    if a.shape != b.shape:
+        progress(a.nbytes)
+        return Difference(key, f"shape {a.shape} and {b.shape}")
+    largest, count = 0.0, 0
+    for offset, part in first.slices(key):
+        other = second.read(key, offset, tuple(part.shape))
+        progress(part.nbytes)
+        if part.dtype == other.dtype and torch.equal(_bits(part), _bits(other)):
+            continue
+        unequal, distance = _distance(part, other)
+        largest, count = max(largest, distance), count + unequal
+    dtypes = f"{_dtype(a.dtype)} and {_dtype(b.dtype)}, " if a.dtype != b.dtype else ""
+    if (count == 0 and not dtypes) or (atol > 0 and largest <= atol):
+        return None
+    total = torch.Size(a.shape).numel()
+    return Difference(key, f"{dtypes}{count} of {total} values differ", largest)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """How many values differ (two NaNs do not), and by how much at most."""
+    a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+    same = (a == b) | (a.isnan() & b.isnan())
+    distance = (a - b).abs()[~same]
+    return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def report_differences(
+    args: argparse.Namespace, first: View, second: View, differences: list[Difference], compared: int
+) -> None:
+    if args.json:
+        listed = [asdict(difference) for difference in differences]
+        print(json.dumps({"a": str(first.path), "b": str(second.path), "compared": compared, "differences": listed}))
+        return
+    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
+    for difference in differences:
+        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
+        print(f"  {difference.key}: {difference.what}{distance}")
+    how = f"within {args.atol:g}" if args.atol else "bitwise"
+    print(f"{compared} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
+
+
+# digest
+
+
+def digest(args: argparse.Namespace) -> int:
+    view = open_view(args.path, args.ckpt_step)
+    chosen = [key for key in sorted(view.tensors) if fnmatch.fnmatch(key, args.keys)]
+    digests: dict[str, str] = {}
+    with bar(sum(view.tensors[key].nbytes for key in chosen), "digest", args.quiet or args.json) as progress:
+        for key in chosen:
+            total = 0
+            for offset, part in view.slices(key):
+                total += partial_digest(part, offset, view.tensors[key].shape)
+                progress.update(part.nbytes)
+            digests[key] = format_digest(total)
+    if args.json:
+        print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))
+        return 0
+    for key, value in digests.items():
+        info = view.tensors[key]
+        print(f"{value}  {_dtype(info.dtype):>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}")
+    return 0
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes = nbytes / 1000  # type: ignore[assignment]
+    raise AssertionError
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (run, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("path", type=Path, metavar="PATH", help="an iteration's directory, or a --save directory")
+        if name == "diff":
+            command.add_argument("other", type=Path, metavar="OTHER", help="what to compare it with")
+            command.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
+        if name != "verify":
+            command.add_argument("--keys", default="*", help="only keys that match this pattern")
+        else:
+            command.add_argument("--workers", type=int, default=4, help="files read at once")
+        command.add_argument("--ckpt-step", type=int, help="the iteration, if PATH is a --save directory")
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser.parse_args(argv)
+
+
+COMMANDS = {
+    "show": (show, "what a checkpoint holds: iteration, layout that wrote it, tensors, files"),
+    "verify": (run_verify, "whether it is complete and undamaged"),
+    "diff": (diff, "how two checkpoints differ, across formats and layouts"),
+    "digest": (digest, "a number per tensor that does not depend on layout or format"),
+}
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        return args.run(args)
+    except (ValueError, CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
