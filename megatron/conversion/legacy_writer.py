@@ -74,14 +74,18 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     tp, pp = layout.parallel.tp_size, layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
-    return args | layout.arguments() | {
-        "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
-        "make_vocab_size_divisible_by": divisible_by,
-        "padded_vocab_size": round_up(vocab_size, divisible_by * tp),
-        "model_vocab_size": vocab_size,
-        "ckpt_format": "torch",
-        "use_dist_ckpt": False,
-    }
+    return (
+        args
+        | layout.arguments()
+        | {
+            "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
+            "make_vocab_size_divisible_by": divisible_by,
+            "padded_vocab_size": round_up(vocab_size, divisible_by * tp),
+            "model_vocab_size": vocab_size,
+            "ckpt_format": "torch",
+            "use_dist_ckpt": False,
+        }
+    )
 
 
 class _Held(NamedTuple):
@@ -175,8 +179,10 @@ class _Contents:
         for group, parameters in zip(param_groups, members, strict=True):
             groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
             for parameter in parameters:
-                moments = ("exp_avg", "exp_avg_sq")
-                state[len(state)] = {name: self._slot(optimizer_key(name, parameter.key), parameter) for name in moments}
+                state[len(state)] = {
+                    name: self._slot(optimizer_key(name, parameter.key), parameter)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
         inner = {"state": state, "param_groups": groups}
         main_keys = {optimizer_key("param", parameter.key) for parameter in everything}
         if self._source.tensors[everything[0].key].dtype == torch.float32:

@@ -56,7 +56,7 @@ def check_main_parameters(table: PieceTable, where: str) -> None:
             weights = table.read(key, piece.offset, sample)
             if not torch.equal(piece.read((0,) * len(sample), sample).to(info.dtype), weights):
                 raise CheckpointError(
-                    f"{where}: the main parameter of {key} at {piece.offset} is not the weight that is stored. The flat "
+                    f"{where}: the main parameter of {key} at {piece.offset} is not the stored weight. The flat "
                     "optimizer buffers were filled by another order of parameters or another bucket size than the "
                     "stored arguments tell: convert without the optimizer (--no-optim), or save the run again with "
                     "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"

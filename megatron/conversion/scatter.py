@@ -31,7 +31,8 @@ def scatter(source: Source, key: str, places: Sequence[Place], progress: Progres
     step = max(1, _BLOCK * rows // max(1, info.nbytes))
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        wanted = [place for place in places if place.offset[0] < first + count and first < place.offset[0] + place.shape[0]]
+        last = first + count
+        wanted = [place for place in places if place.offset[0] < last and first < place.offset[0] + place.shape[0]]
         if not wanted:
             continue
         block = source.read(key, (first,) + (0,) * (len(info.shape) - 1), (count, *info.shape[1:]))

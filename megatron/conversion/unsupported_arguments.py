@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM that give a model or a file layout we do not have: they are refused by name, never ignored."""
+"""Arguments of Megatron-LM for a model or a file layout that we do not have: refused by name, never ignored."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
 
 
 def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
-    """Local header and directory entry of a tensor's bytes: always in zip64 form, so that their size may be anything."""
+    """Local header and directory entry of a tensor's bytes, in zip64 form: any size fits."""
     sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
     padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
     extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)

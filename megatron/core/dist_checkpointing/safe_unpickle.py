@@ -158,7 +158,9 @@ def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, w
     return archive
 
 
-def _load(archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool) -> Any:
+def _load(
+    archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool
+) -> Any:
     """The object in `archive`; `storage` gives the content of a record."""
     root = _unpickle(io.BytesIO(archive.read("data.pkl")), where, placeholders)
 
