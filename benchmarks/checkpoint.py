@@ -117,6 +117,23 @@ class PlainWrite:
         os.close(descriptor)
 
 
+def evict(directory: Path) -> None:
+    """Take the files out of the page cache."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in directory.iterdir():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    dist.barrier()
+
+
+def bytes_from_disk() -> int:
+    """What this process has caused to be fetched from storage."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
 class Bench:
     """One process of the benchmark; results are the same on all."""
 
@@ -263,30 +280,42 @@ class Bench:
     # Loads
 
     def loads(self) -> None:
-        """Same layout and another one, of both writers' files, from the page cache."""
+        """Same layout and another one (rows against columns), of both writers' files, from page cache and from disk."""
         expected = self.state.checksum()
         same, turned = State(self.rows, self.layers, fill=False), State(self.rows, self.layers, dim=1, fill=False)
         for files in ("dcp", "ours"):
             for what, target in ((f"load {files} files", same), (f"reshard {files} files", turned)):
+                for cold in (False, True):
+                    name = what + (" from disk" if cold else "")
 
-                def theirs(target: State = target, files: str = files, what: str = what) -> dict[str, float]:
-                    target.clear()
-                    seconds = timed(lambda: dcp.load(target.dtensors, checkpoint_id=self.path(files)))
-                    assert target.checksum() == expected
-                    return {what: seconds}
+                    def theirs(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
+                        def action() -> None:
+                            dcp.load(target.dtensors, checkpoint_id=self.path(files))
 
-                def ours(target: State = target, files: str = files, what: str = what) -> dict[str, float]:
-                    target.clear()
-                    reports = []
-                    seconds = timed(
-                        lambda: reports.append(load(target.boxes, self.path(files), workers=self.args.workers))
-                    )
-                    assert target.checksum() == expected
-                    counts = torch.tensor([reports[0].bytes_read, reports[0].bytes_needed])
-                    dist.all_reduce(counts)
-                    return {what: seconds, what + ": bytes read / needed": (counts[0] / counts[1]).item()}
+                        return self._load(target, files, name, cold, expected, action)
 
-                self.repeat({"dcp": theirs, "ours": ours})
+                    def ours(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
+                        def action() -> None:
+                            load(target.boxes, self.path(files), workers=self.args.workers)
+
+                        return self._load(target, files, name, cold, expected, action)
+
+                    self.repeat({"dcp": theirs, "ours": ours})
+
+    def _load(
+        self, target: State, files: str, name: str, cold: bool, expected: float, action: Callable[[], None]
+    ) -> dict[str, float]:
+        """Seconds, and from disk what came from it per byte of the state, over all processes."""
+        target.clear()
+        if cold:
+            evict(self.path(files))
+        before = bytes_from_disk()
+        seconds = timed(action)
+        fetched = torch.tensor(float(bytes_from_disk() - before))
+        dist.all_reduce(fetched)
+        assert target.checksum() == expected
+        results = {name: seconds}
+        return results | ({f"{name}: bytes read / needed": fetched.item() / self.state.nbytes} if cold else {})
 
     def verification(self) -> None:
         if dist.get_rank() == 0:
@@ -303,7 +332,8 @@ def worker(args: argparse.Namespace) -> None:
     bench = Bench(args)
     bench.sync_saves()
     if not args.only_sync:
-        bench.async_saves()
+        if not args.only_loads:
+            bench.async_saves()
         bench.loads()
         bench.verification()
     bench.saver.close()
@@ -351,6 +381,7 @@ def main() -> None:
     parser.add_argument("--directory", default="/tmp/benchmark_checkpoint", help="on the disk to measure")
     parser.add_argument("--flatness", action="store_true", help="sync save of the same bytes by 1, 2, 4, 8 processes")
     parser.add_argument("--only-sync", action="store_true")
+    parser.add_argument("--only-loads", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
