@@ -49,7 +49,7 @@ class PieceTable:
 
 def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
     """The box at `offset` of extent `shape`, from disjoint pieces."""
-    whole = torch.empty(shape, dtype=dtype)
+    whole: torch.Tensor | None = None
     found = 0
     for piece in pieces:
         low = tuple(max(a, b) for a, b in zip(offset, piece.offset, strict=True))
@@ -59,13 +59,17 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
         if min(extent, default=1) <= 0:
             continue
         part = piece.read(tuple(lo - b for lo, b in zip(low, piece.offset, strict=True)), extent)
+        if extent == shape:
+            return part
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype)
         whole[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))] = part
         found += math.prod(extent)
     if found != math.prod(shape):
         raise ValueError(
             f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
         )
-    return whole
+    return torch.empty(shape, dtype=dtype) if whole is None else whole
 
 
 def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
