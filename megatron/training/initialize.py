@@ -18,6 +18,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 from megatron.training.host_memory import keep_freed_memory
+from megatron.training.rendezvous import lent_store, store_of_this_start
 
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
@@ -144,7 +145,15 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     device_id = device if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    lent = lent_store(timeout)
+    if lent is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    store = store_of_this_start(lent, rank, world_size)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
 
 
 def _be_deterministic() -> None:

@@ -20,13 +20,17 @@ from megatron.training.legacy_save import intermediate_directory, rewrite_as_leg
 from megatron.training.retention import Retention, RetentionPolicy
 
 
+class SaveFailedError(ValueError):
+    """A checkpoint could not be saved, and the run was told to stop then (--exit-on-save-failure)."""
+
+
 class CheckpointSaver:
     """One saver for the whole run, so that plan and host buffers are made once.
 
     Sequence of calls, on all ranks: `save` after an iteration; `before_update` before the optimizer changes anything;
     `after_iteration` now and then; `close` at the end. A save that fails is reported and leaves the previous checkpoint
-    the newest; training goes on, unless --exit-on-save-failure: then `save` and `close` raise ValueError, while a save
-    behind training sets `failure`, for the ranks notice at different times and must stop together.
+    the newest; training goes on, unless --exit-on-save-failure: then `save` and `close` raise SaveFailedError, while a
+    save behind training sets `failure`: the ranks notice at different times, and must call `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -79,6 +83,11 @@ class CheckpointSaver:
         if self._saver is not None:
             self._tell(self._saver.finish(), together=True)
 
+    def stop(self) -> None:
+        """Raise what a save behind training failed with."""
+        failure, self.failure = self.failure, None
+        raise SaveFailedError(failure or "a checkpoint was not saved: another rank says why")
+
     def close(self) -> None:
         try:
             self.finish()
@@ -128,9 +137,9 @@ class CheckpointSaver:
         began, stored = time.perf_counter(), intermediate_directory(directory)
         saver.save(state, stored, common=common)
         (report,) = saver.finish()
+        report.directory = directory
         written = time.perf_counter()
         if report.error is None:
-            report.directory = directory
             report.error = self._rewrite(stored, directory, layout)
             now = time.perf_counter()
             report.commit += now - written
@@ -166,7 +175,7 @@ class CheckpointSaver:
                 continue
             self.failure = message
         if together and self.failure is not None:
-            raise ValueError(self.failure)
+            self.stop()
 
 
 def describe(report: SaveReport) -> str:
