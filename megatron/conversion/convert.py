@@ -52,7 +52,7 @@ def _write_torch_dist(source: Source, root: Path, options: Options, progress: Pr
 
 def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
     layout = _target_layout(source.args, options)
-    return _in_iteration(source, root, lambda to: write_legacy(source, to, layout, progress))
+    return _in_iteration(source, root, lambda to: write_legacy(source, to, layout, options.workers, progress))
 
 
 def _write_huggingface(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
@@ -113,7 +113,7 @@ def convert(
     """
     options = options or Options()
     source = open_checkpoint(load_dir, loader, step, hints)
-    if save_dir.exists() and any(save_dir.iterdir()) and not overwrite:
+    if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
         raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
@@ -181,7 +181,15 @@ def compare(source: Source, result: Source) -> int:
             if not torch.equal(result.read(key, offset, lead), expected):
                 raise ValueError(f"verification: {key} differs from the source (rows from {first} on)")
         count += 1
+    lost = [key for key in source.tensors if key not in result.tensors and not _left_out(key, result)]
+    if lost:
+        raise ValueError(f"verification: {result.description} lacks {len(lost)} tensors of the source, {lost[0]} first")
     return count
+
+
+def _left_out(key: str, result: Source) -> bool:
+    """Optimizer state, where the result has none at all: the format cannot hold it, or it was not wanted."""
+    return key.startswith("optimizer.") and not any(other.startswith("optimizer.") for other in result.tensors)
 
 
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:

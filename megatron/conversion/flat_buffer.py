@@ -46,12 +46,15 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
 
 
 def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str) -> list[Placed]:
-    """Where each parameter lies, given the unpadded sizes of the buckets. Raises ValueError if they do not fit."""
+    """Where each parameter lies, given the unpadded sizes of the buckets.
+
+    The sizes tell where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
+    """
     placed: list[Placed] = []
-    bucket, end = 0, 0
+    bucket, end = 0, 0  # end of the last parameter in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        if bucket < len(sizes) and end and start >= sizes[bucket]:
+        if end and bucket < len(sizes) and sizes[bucket] in (end, start):  # `start` where a tied one closed it
             bucket, start = bucket + 1, 0
         end = start + parameter.numel
         if bucket >= len(sizes) or end > sizes[bucket]:
@@ -60,12 +63,23 @@ def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], wher
                 f"(at {parameter.name} {list(parameter.shape)})"
             )
         placed.append(Placed(parameter, bucket, start))
+    if bucket + 1 != len(sizes) or end != sizes[bucket]:
+        raise ValueError(
+            f"{where}: buckets of {list(sizes)} elements hold more than the model that the arguments describe, which "
+            f"ends at element {end} of bucket {bucket}"
+        )
     return placed
 
 
-def bucket_size_of(args: Mapping[str, Any], pp_rank: int, chunk: int) -> int | None:
-    """Elements after which a run with these arguments closed its buckets; None: one bucket."""
-    if not args.get("overlap_grad_reduce") or pp_rank > 0 or chunk > 0:
+def bucket_size_of(args: Mapping[str, Any], pp_rank: int, chunk: int, num_parameters: int) -> int | None:
+    """Elements after which a run with these arguments closed its buckets; None: one bucket.
+
+    `num_parameters` counts the elements of all chunks of the rank.
+    """
+    bucketed = args.get("overlap_grad_reduce") and not args.get("overlap_param_gather_with_optimizer_step")
+    if not bucketed or pp_rank > 0 or chunk > 0:
         return None
-    given = args.get("ddp_bucket_size")
-    return given or max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * (args.get("data_parallel_size") or 1))
+    if args.get("ddp_num_buckets"):
+        return num_parameters // int(args["ddp_num_buckets"])
+    replicas = (args.get("data_parallel_size") or 1) * (args.get("context_parallel_size") or 1)
+    return args.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * replicas)

@@ -7,17 +7,28 @@ from typing import Any
 
 from megatron.conversion.model_config import model_config
 from megatron.conversion.model_space import TrainingState
+from megatron.conversion.unsupported_arguments import refuse_unsupported_model
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_QKV_BY_GROUP = 3.0  # checkpoint versions from here on group QKV rows by query group
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
 def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The run's arguments under our names. Raises CheckpointError where there are none."""
+    """The run's arguments under our names.
+
+    Raises CheckpointError where there are none, ValueError where they describe a model that we do not have.
+    """
     if "args" not in common:
         raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
+    version = common.get("checkpoint_version", _QKV_BY_GROUP)
+    if version < _QKV_BY_GROUP:
+        raise CheckpointError(
+            f"{where}: checkpoint version {version} has its QKV rows in another order. Load and save it with a "
+            f"Megatron-LM that writes version {_QKV_BY_GROUP}."
+        )
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
@@ -26,6 +37,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         args["num_query_groups"] = args.get("num_attention_heads")
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
+    refuse_unsupported_model(args, where)
     return args
 
 

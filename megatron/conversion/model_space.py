@@ -8,7 +8,7 @@ one key per layer with its global number, TP-independent shapes, optimizer state
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +47,8 @@ class TrainingState:
     param_groups: list[dict[str, Any]] | None = None  # Megatron-LM's: group 0 with weight decay, group 1 without
     scheduler: dict[str, Any] | None = None  # Megatron-LM's opt_param_scheduler
     grad_scaler: dict[str, Any] | None = None
-    rng: dict[str, Any] = field(default_factory=dict)  # as stored, keyed by place; only the same layout can use it
+    # Read when called, by the key that the object has in torch_dist. Only the same layout can use it.
+    rng: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 class Source(Protocol):

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 
 from megatron.conversion.model_space import Shape, TensorInfo
+from megatron.core.dist_checkpointing.ranges import READ_THROUGH, Runs, byte_runs
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
+ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
 
 class Piece(NamedTuple):
@@ -35,10 +37,12 @@ class PieceTable:
             raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
         self._pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
 
+    def pieces(self, key: str) -> list[Piece]:
+        return list(self._pieces[key].values())
+
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element."""
-        pieces = list(self._pieces[key].values())
-        return paste(pieces, offset, shape, self.tensors[key].dtype, key)
+        return paste(self.pieces(key), offset, shape, self.tensors[key].dtype, key)
 
 
 def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
@@ -62,26 +66,21 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
     return whole
 
 
-def region_of(tensor: torch.Tensor) -> ReadRegion:
-    """Regions of a tensor that is at hand (mapped from a file, say)."""
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        return tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-
-    return read
-
-
-def region_of_flat(read_flat: Callable[[int, int], torch.Tensor], start: int, shape: Shape) -> ReadRegion:
+def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
     """Regions of a row-major tensor of `shape` that begins at element `start` of something 1-D.
 
-    `read_flat(start, count)` is asked for whole rows once per region.
+    `read_flat(start, count)` is asked for contiguous elements; small gaps between rows are read, large ones are not.
     """
 
+    def elements(runs: Runs) -> list[torch.Tensor]:
+        first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
+        if repeats > 1 and stride - length < READ_THROUGH:
+            span = read_flat(first, (repeats - 1) * stride + length)
+            return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
+        return [read_flat(first + i * stride, length) for i in range(repeats)]
+
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        if not shape:
-            return read_flat(start, 1).view(())
-        row = math.prod(shape[1:])
-        rows = read_flat(start + offset[0] * row, extent[0] * row).view(extent[0], *shape[1:])
-        return rows[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], extent[1:], strict=True)))]
+        parts = [part for runs in byte_runs(shape, offset, extent, itemsize=1) for part in elements(runs)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
 
     return read

@@ -5,7 +5,8 @@ The model is built on the meta device, rank by rank: no memory, no process group
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Layout:
 
     parallel: ParallelConfig
     stages: tuple[tuple[range, ...], ...]
+    first_stage_layers: int | None = None  # where they differ from the others'
+    last_stage_layers: int | None = None
 
     @classmethod
     def of(
@@ -35,10 +38,10 @@ class Layout:
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
         stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last)
-        return cls(parallel, tuple(tuple(chunks) for chunks in stages))
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last)
 
     @classmethod
-    def from_args(cls, args: dict[str, Any]) -> Layout:
+    def from_args(cls, args: Mapping[str, Any]) -> Layout:
         """The layout that a Megatron-LM Namespace records."""
         return cls.of(
             args["num_layers"],
@@ -48,6 +51,21 @@ class Layout:
             args.get("decoder_first_pipeline_num_layers"),
             args.get("decoder_last_pipeline_num_layers"),
         )
+
+    def arguments(self) -> dict[str, Any]:
+        """What `from_args` reads: a layout in Megatron-LM's arguments."""
+        tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
+        return {
+            "tensor_model_parallel_size": tp,
+            "expert_tensor_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "transformer_pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
+            "decoder_first_pipeline_num_layers": self.first_stage_layers,
+            "decoder_last_pipeline_num_layers": self.last_stage_layers,
+        }
 
     @property
     def ranks(self) -> list[tuple[int, int]]:
@@ -119,3 +137,37 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
         )
         for name, param in model.named_parameters()
     ]
+
+
+# With Transformer Engine's modules the norms belong to the projections that follow them.
+_FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def fused_name(name: str) -> str:
+    """A parameter's name in Transformer Engine's modules, and in the keys of torch_dist."""
+    for local, fused in _FUSED_NORMS.items():
+        name = name.replace(local, fused)
+    return name
+
+
+def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """A chunk's parameters by the names and in the order of Transformer Engine's modules.
+
+    A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
+    """
+    renamed = [replace(parameter, name=fused_name(parameter.name)) for parameter in parameters]
+    place = {parameter.name: index for index, parameter in enumerate(renamed)}
+
+    def order(parameter: LocalParameter) -> tuple[int, bool, int]:
+        module = parameter.name.rpartition(".")[0]
+        return place[f"{module}.weight"], ".layer_norm_" not in parameter.name, place[parameter.name]
+
+    return sorted(renamed, key=order)
+
+
+def has_fused_norms(args: Mapping[str, Any]) -> bool:
+    """Whether a run of Megatron-LM with these arguments used Transformer Engine's modules, its default."""
+    return args.get("transformer_impl", "transformer_engine") != "local"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,17 @@ from megatron.conversion.flat_buffer import fit_buckets
 from megatron.conversion.megatron_common import arguments, param_groups, stored_model, training_state
 from megatron.conversion.model_config import WORD_EMBEDDINGS, model_tensors
 from megatron.conversion.model_space import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.conversion.pieces import Piece, PieceTable, region_of_flat
-from megatron.conversion.rank_layout import Layout, rank_parameters
+from megatron.conversion.optimizer_state import add_implied_main_parameters, check_complete, check_main_parameters
+from megatron.conversion.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.rank_layout import (
+    Layout,
+    LocalParameter,
+    fused_name,
+    has_fused_norms,
+    rank_parameters,
+    with_fused_norms,
+)
+from megatron.conversion.unsupported_arguments import refuse_unsupported_layout
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
@@ -24,10 +32,6 @@ _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
-_NORMS = {
-    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-}
 
 
 class TorchDistSource:
@@ -58,26 +62,32 @@ class TorchDistSource:
         if any(_BUCKET.fullmatch(key) for key in stored.tensors):
             self._add_buckets()
             groups = groups or self._groups_of_buckets()
-        self._add_implied_main_parameters()
+        add_implied_main_parameters(self._table)
         self.training: TrainingState | None = training_state(common, self.args, groups)
-        self.training.rng = {key: location for key, location in stored.objects.items() if key.startswith("rng_state/")}
+        rng = [key for key in stored.objects if key.startswith("rng_state/")]
+        self.training.rng = {key: self._object_reader(key) for key in rng}
         self.tensors = self._table.tensors
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(key, offset, shape)
 
+    def _object_reader(self, key: str) -> Callable[[], Any]:
+        return lambda: self._reader.read_object(key)
+
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
-        name = match[2] if match else key
-        for old, new in _NORMS.items():
-            name = name.replace(old, new)
+        name = fused_name(match[2] if match else key)
         state = match[1].replace("fp32_param", "param") if match else None
         stored = self._reader.metadata.tensors[key]
         reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
         original = reformulated.get("nd_reformulated_orig_global_shape")
         stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
+        if stacked and stored.shape[0] != self._num_layers:
+            raise CheckpointError(
+                f"{self.description}: {key} has {stored.shape[0]} layers, the stored arguments say {self._num_layers}"
+            )
         for layer in range(self._num_layers) if stacked else [None]:
             lead: Shape = () if layer is None else (layer,)
             own = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
@@ -102,55 +112,48 @@ class TorchDistSource:
         grid = stored.shape[len(lead) : -1]
         extent = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
-            place = (*lead, *index)
-
-            def read_flat(start: int, count: int, place: Shape = place) -> torch.Tensor:
-                return self._reader.read(key, (*place, start), (1,) * len(place) + (count,)).view(-1)
-
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
-            piece = Piece(offset, extent, region_of_flat(read_flat, 0, extent))
-            self._table.add(target, TensorInfo(shape, stored.dtype), piece)
+            region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
+            self._table.add(target, TensorInfo(shape, stored.dtype), Piece(offset, extent, region))
 
     def _add_buckets(self) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
-        buckets = {
-            tuple(map(int, m.groups()[:3])) + (m[4],): key
-            for key in self._reader.metadata.tensors
-            if (m := _BUCKET.fullmatch(key))
-        }
+        refuse_unsupported_layout(self.args, self.description)
+        buckets = {_bucket_of(key): key for key in self._reader.metadata.tensors if _BUCKET.fullmatch(key)}
         layout = Layout.from_args(self.args)
         for group, (tp, pp) in enumerate(layout.ranks):
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
+                if has_fused_norms(self.args):
+                    parameters = with_fused_norms(parameters)
                 where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-                sizes: list[int] = []
-                while (group, chunk, len(sizes), "param") in buckets:
-                    sizes.append(self._reader.metadata.tensors[buckets[group, chunk, len(sizes), "param"]].shape[0])
-                for placed in fit_buckets(parameters, sizes, where):
-                    for state in OPTIMIZER_STATES:
-                        key = buckets[group, chunk, placed.bucket, state]
+                for state in OPTIMIZER_STATES:
+                    keys: list[str] = []
+                    while (group, chunk, len(keys), state) in buckets:
+                        keys.append(buckets.pop((group, chunk, len(keys), state)))
+                    self._add_buffer(state, keys, parameters, where)
+        self.unused += sorted(buckets.values())
+        check_main_parameters(self._table, self.description)
 
-                        def read_flat(start: int, count: int, key: str = key) -> torch.Tensor:
-                            return self._reader.read(key, (start,), (count,))
+    def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
+        """One state of one chunk: `keys` are its buckets."""
+        stored = [self._reader.metadata.tensors[key] for key in keys]
+        for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
+            info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
+            for box in parameter.boxes:
+                region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
+                self._table.add(optimizer_key(state, parameter.key), info, Piece(box.offset, box.shape, region))
 
-                        info = TensorInfo(placed.parameter.global_shape, self._reader.metadata.tensors[key].dtype)
-                        for box in placed.parameter.boxes:
-                            region = region_of_flat(read_flat, placed.start + box.start, box.shape)
-                            self._table.add(
-                                optimizer_key(state, placed.parameter.key), info, Piece(box.offset, box.shape, region)
-                            )
+    def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
+        """Elements of the stored tensor along its last axis, at `place` on the others."""
+
+        def read(start: int, count: int) -> torch.Tensor:
+            return self._reader.read(key, (*place, start), (1,) * len(place) + (count,)).view(-1)
+
+        return read
 
     def _groups_of_buckets(self) -> list[dict[str, Any]] | None:
         key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
         return param_groups(self._reader.read_object(key)) if key in self._reader.metadata.objects else None
-
-    def _add_implied_main_parameters(self) -> None:
-        """An fp32 model without the distributed optimizer stores no main parameters: they are the weights."""
-        for key, info in list(self._table.tensors.items()):
-            main = optimizer_key("param", key)
-            has_moments = optimizer_key("exp_avg", key) in self._table.tensors
-            if has_moments and main not in self._table.tensors and info.dtype == torch.float32:
-                whole = Piece((0,) * len(info.shape), info.shape, partial(self._table.read, key))
-                self._table.add(main, info, whole)
 
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""
@@ -166,6 +169,14 @@ class TorchDistSource:
         self.unused += sorted(set(self.tensors) - known)
         self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
+        check_complete(self.tensors, str(directory))
+
+
+def _bucket_of(key: str) -> tuple[int, int, int, str]:
+    """Rank, chunk and number of a bucket, and which state it holds."""
+    match = _BUCKET.fullmatch(key)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3]), match[4]
 
 
 def _is_known_object(key: str) -> bool:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import io
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.files import Progress, no_progress
+from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.model_space import Source, TensorInfo
 from megatron.core.dist_checkpointing.archive import tensor_envelope
-from megatron.core.dist_checkpointing.checksums import FileChecksums
+from megatron.core.dist_checkpointing.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.commit import PendingSave, RankResult
+from megatron.core.dist_checkpointing.files import write_durably
 from megatron.core.dist_checkpointing.layout import FileLayout, PlacedItem, layout_files, plan_metadata
-from megatron.core.dist_checkpointing.metadata import encode_metadata
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.metadata import Location, encode_metadata
 from megatron.core.dist_checkpointing.planner import LocalSpec, TensorSpec, make_plan
+from megatron.core.dist_checkpointing.snapshot import common_archive, object_file
 from megatron.core.dist_checkpointing.writing import ShardFile
 
 _BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
@@ -35,28 +38,53 @@ CONTENT_METADATA = {
 
 
 def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
-    """Write `directory` (an iteration); it appears complete or not at all. Returns what could not be carried."""
+    """Write `directory` (an iteration), `files` files at once; it appears complete or not at all.
+
+    Returns what could not be carried: nothing.
+    """
     spec = LocalSpec(tuple(_whole(key, info) for key, info in source.tensors.items()), ())
     (plan,) = make_plan([spec])
     layouts = layout_files(plan, 0, files)
     save = PendingSave.begin(directory, f"convert-{os.getpid()}", 0, 1)
+    written: dict[str, FileChecksums] = {}
     try:
-        written = {layout.name: _write_file(source, save.pending / layout.name, layout, progress) for layout in layouts}
-        common = io.BytesIO()
-        torch.save(common_state(source), common)
-        metadata = encode_metadata(plan_metadata([spec], [layouts]))
-        save.commit(RankResult(written, {}), metadata, common.getvalue())
+        jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
+        run_jobs(jobs, files)
+        objects = _write_generators(source, save.pending, files, written)
+        metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
+        save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
     except BaseException as error:
         save.abandon(str(error))
         save.forget()
         raise
-    return ["random number generators"] if source.training is not None and source.training.rng else []
+    return []
+
+
+def _job(
+    source: Source, directory: Path, layout: FileLayout, progress: Progress, written: dict[str, FileChecksums]
+) -> Callable[[], None]:
+    def job() -> None:
+        written[layout.name] = _write_file(source, directory / layout.name, layout, progress)
+
+    return job
+
+
+def _write_generators(
+    source: Source, directory: Path, files: int, written: dict[str, FileChecksums]
+) -> dict[str, Location]:
+    """The state of random number generators, for a run that goes on at the layout it belongs to."""
+    rng = source.training.rng if source.training is not None else {}
+    objects = object_file([ShardedObject(key, read()) for key, read in rng.items()], 0, files)
+    if objects.content:
+        write_durably(directory / objects.name, objects.content)
+        written[objects.name] = checksums_of(objects.content)
+    return objects.locations
 
 
 def common_state(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
-    args = dict(source.args)
+    args = dict(source.args) | {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
     common: dict[str, Any] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import is_complete, read_tracker
+from megatron.core.dist_checkpointing import CheckpointError, is_complete, missing_or_truncated, read_tracker
 
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 
@@ -37,34 +37,45 @@ def saved_iterations(root: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
+def fault(directory: Path) -> str | None:
+    """Why the checkpoint `directory` cannot be loaded, as far as names and sizes of its files tell; None if it can."""
+    if not is_complete(directory):
+        return "it is not complete"
+    try:
+        problems = missing_or_truncated(directory)
+    except CheckpointError as error:
+        return str(error)
+    return f"it is damaged: {'; '.join(problems[:3])}" if problems else None
+
+
 def complete_iterations(root: str | Path) -> list[int]:
     """Those of `saved_iterations` that can be loaded."""
-    return [iteration for iteration in saved_iterations(root) if is_complete(iteration_directory(root, iteration))]
+    return [iteration for iteration in saved_iterations(root) if fault(iteration_directory(root, iteration)) is None]
 
 
 def find_checkpoint(root: str | Path, step: int | None) -> tuple[Path | None, str | None]:
     """The directory to load and a note if it is not the one that the tracker names; (None, None) if there is none.
 
-    Iteration `step` if given, else what the tracker names, else (the tracker or that checkpoint is gone or incomplete)
-    the newest complete one. ValueError when what is asked for is not there.
+    Iteration `step` if given, else what the tracker names, else (the tracker is gone, or that checkpoint is incomplete
+    or damaged) the newest complete one. ValueError when what is asked for is not there.
     """
     if step is not None:
         found = iteration_directory(root, step)
-        if not is_complete(found):
-            raise ValueError(f"--ckpt-step {step}: {found} is not a complete checkpoint; {_listed(root)}")
+        if (problem := fault(found)) is not None:
+            raise ValueError(f"--ckpt-step {step}: {found} cannot be loaded, {problem}; {_listed(root)}")
         return found, None
-    newest = read_tracker(root)
+    newest, reason = read_tracker(root), "there is no tracker file"
     if newest is not None:
         named = Path(root) / RELEASE if newest == RELEASE else iteration_directory(root, int(newest))
-        if is_complete(named):
+        if (problem := fault(named)) is None:
             return named, None
+        reason = f"the tracker names {newest}, but {problem}"
     complete = complete_iterations(root)
     if complete:
         found = iteration_directory(root, complete[-1])
-        reason = "there is no tracker file" if newest is None else f"the tracker names {newest}, which is not complete"
         return found, f"warning: {reason}: taking {found}, the newest complete checkpoint"
     if newest is not None:
-        raise ValueError(f"the tracker in {root} names {newest}, which is not a complete checkpoint; {_listed(root)}")
+        raise ValueError(f"{root}: {reason}; {_listed(root)}")
     return None, None
 
 

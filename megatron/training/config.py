@@ -132,6 +132,8 @@ class CheckpointConfig:
     """Keep the checkpoints of all multiples of this iteration for ever, and remove others when they are superseded."""
     keep_best_n: int | None = flag(None)
     """Keep the N checkpoints with the lowest validation loss, of those at whose iteration it was measured."""
+    save_hf: str | None = flag(None)
+    """When the run is complete, also write the model there in Hugging Face's form."""
     no_save_optim: bool = flag(False)
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool = flag(False)

@@ -24,6 +24,7 @@ from megatron.training.finiteness import FiniteCheck, NotFiniteError
 from megatron.training.flops import model_flops_per_token
 from megatron.training.foreign import foreign_source, stored_vocab_size
 from megatron.training.forward_backward import forward_backward
+from megatron.training.hf_export import check_hf_target, save_hf
 from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
 from megatron.training.params_norm import params_norm
@@ -56,6 +57,7 @@ def pretrain(
         print_rank_0(f" > {note}")
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started = started
+    check_hf_target(run)
     load_checkpoint(run, source)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
@@ -67,6 +69,8 @@ def pretrain(
     if not config.training.skip_train:
         train(run, data, writers)
     _evaluate_at_the_end(run, data, writers)
+    if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
+        save_hf(run)
     for writer in writers:
         writer.close()
     data.close()

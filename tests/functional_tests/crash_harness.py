@@ -113,7 +113,7 @@ class Launcher:
         log = self._logs / f"job{self._count}"
         environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         if world_size > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         pids = self.ask(
             {
                 "flags": shlex.split(flags),
@@ -163,7 +163,7 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -88,7 +88,7 @@ def test_corrupt_tracker(pool, tmp_path):
     with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: 2"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path} --ckpt-step 7")
     (tmp_path / "iter_0000002/.metadata").unlink()
-    with pytest.raises(ValueError, match=r"names 3, which is not a complete checkpoint"):
+    with pytest.raises(ValueError, match=r"names 3, but it is not complete"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path}")
 
 

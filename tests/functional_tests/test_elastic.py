@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
-from crash_harness import DEADLINE, ONE_THREAD, Job, stored_tensors
+from crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
 from training_harness import COMMON, LAYOUTS, LLAMA, assert_same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -26,44 +26,63 @@ def undisturbed(launcher, tmp_path_factory):
     return single, launcher.run(world_size, f"{FLAGS} {layout} --save {directory}").losses(), directory
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+class Torchrun:
+    """`nodes` agents on this machine, which share `processes` processes of the training program."""
+
+    def __init__(self, nodes, processes, flags, logs):
+        self._logs = [logs / f"node{node}" for node in range(nodes)]
+        launch = (
+            f"-m torch.distributed.run --nproc-per-node {processes // nodes} --max-restarts 2 --monitor-interval 0.1 "
+        )
+        launch += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id job"
+        command = [sys.executable, *launch.split(), str(ROOT / "pretrain_gpt.py"), *flags.split()]
+        self._agents = []
+        for log in self._logs:
+            with log.open("w") as file:
+                agent = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD)
+            self._agents.append(agent)
+
+    def output(self):
+        return "\n".join(log.read_text() for log in self._logs)
+
+    def kill_last_worker(self):
+        pid = self._agents[-1].pid
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+
+    def wait(self):
+        try:
+            return [agent.wait(2 * DEADLINE) for agent in self._agents]
+        finally:
+            for agent in self._agents:
+                agent.kill()
 
 
-def test_torchrun_restarts_the_job(undisturbed, tmp_path):
-    """One rank is killed; torchrun starts both again and they finish with the same bits."""
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
+    """One rank is killed; torchrun starts all again and they finish with the same bits, also on several nodes, which do
+    not count the restarts alike."""
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
-    launch = f"-m torch.distributed.run --standalone --nproc-per-node {world_size} --max-restarts 2"
-    run = f"{ROOT / 'pretrain_gpt.py'} {FLAGS} {layout} --save {tmp_path} --load {tmp_path}"
-    command = [sys.executable, *launch.split(), *run.split()]
-    environment = os.environ | ONE_THREAD
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    stderr: list[str] = []
-    drain = threading.Thread(target=lambda: stderr.append(process.stderr.read()))
-    drain.start()
-    watchdog = threading.Timer(2 * DEADLINE, process.kill)
-    watchdog.start()
-    lines, killed = [], False
-    for line in process.stdout:
-        lines.append(line)
-        if not killed and re.search(r"iteration +12/", line):
-            os.kill(children(process.pid)[1], signal.SIGKILL)
-            killed = True
-    watchdog.cancel()
-    drain.join()
-    assert process.wait() == 0, "".join(lines) + "".join(stderr)
-    starts = [i for i, line in enumerate(lines) if "starting from scratch" in line or "> loaded" in line]
-    assert killed and len(starts) == 2
-    resumed = int(re.search(r"at iteration (\d+)", lines[starts[1]])[1])
-    assert resumed >= 9 and resumed % 3 == 0
-    logged = {}
-    for line in lines:
-        if found := re.search(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", line):
-            logged.setdefault(int(found[1]), set()).add(float(found[2]))
+    root = tmp_path / "run"
+    job = Torchrun(nodes, world_size, f"{FLAGS} {layout} --save {root} --load {root}", tmp_path)
+    deadline = time.monotonic() + 2 * DEADLINE
+    while not re.search(r"iteration +12/", job.output()):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.01)
+    job.kill_last_worker()
+    codes = job.wait()
+    output = job.output()
+    assert codes == [0] * nodes, output
+    resumed = [int(iteration) for iteration in re.findall(r"> loaded \S+ at iteration (\d+)", output)]
+    assert output.count("starting from scratch") == len(resumed) == 1
+    assert resumed[0] >= 9 and resumed[0] % 3 == 0
+    logged: dict[int, set[float]] = {}
+    for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
+        logged.setdefault(int(iteration), set()).add(float(loss))
     _, expected, directory = undisturbed
     assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
     final = "iter_0000060"
-    assert_same_bits(stored_tensors(tmp_path / final), stored_tensors(directory / final))
+    assert_same_bits(stored_tensors(root / final), stored_tensors(directory / final))
 
 
 @pytest.mark.parametrize(

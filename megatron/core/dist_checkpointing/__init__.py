@@ -7,8 +7,9 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.file_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.integrity import VerifyReport, verify
+from megatron.core.dist_checkpointing.integrity import VerifyReport, missing_or_truncated, verify
 from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -21,13 +22,14 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.metadata import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.reader import Reader, Request, read_metadata
-from megatron.core.dist_checkpointing.safe_unpickle import safe_load
+from megatron.core.dist_checkpointing.safe_unpickle import safe_load, safe_open
 
 __all__ = [
     "AsyncSaver",
     "Box",
     "CheckpointError",
     "CheckpointMetadata",
+    "FileTensor",
     "LoadReport",
     "Reader",
     "Request",
@@ -43,13 +45,16 @@ __all__ = [
     "VerifyReport",
     "clean_up",
     "flat_range_boxes",
+    "in_memory",
     "is_complete",
     "load",
     "load_common",
     "map_keys",
+    "missing_or_truncated",
     "read_metadata",
     "read_tracker",
     "safe_load",
+    "safe_open",
     "save",
     "verify",
     "write_tracker",

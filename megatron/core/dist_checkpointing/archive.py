@@ -9,6 +9,7 @@ without touching the rest. Records of data carry no CRC (as `torch.serialization
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zlib
@@ -47,64 +48,109 @@ class Record(NamedTuple):
     size: int
 
 
+class TensorSlot:
+    """Stands in a value for a contiguous tensor whose bytes are written later, or are `content`."""
+
+    def __init__(self, dtype: torch.dtype, shape: Shape, content: torch.Tensor | None = None) -> None:
+        self.dtype, self.shape, self.content = dtype, shape, content
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ArchiveLayout(NamedTuple):
+    """Everything of an archive but the bytes of its tensors, and where these go."""
+
+    fixed: list[tuple[int, bytes]]  # (position, content), in order
+    places: list[tuple[TensorSlot, int]]  # in the order of the archive
+    size: int
+
+
 class _Storage:
     """Stands for the storage while a tensor's pickle is written."""
 
-    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+    def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
         in_v3 = dtype in torch.storage._new_dtypes()  # dtypes that have no typed storage class of their own
         kind = torch.UntypedStorage if in_v3 else getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
-        self.persistent_id = ("storage", kind, "0", "cpu", numel * (dtype.itemsize if in_v3 else 1))
-
-
-class _Tensor:
-    """Pickles as a contiguous tensor does."""
-
-    def __init__(self, dtype: torch.dtype, shape: Shape) -> None:
-        strides, numel = [], 1
-        for extent in reversed(shape):
-            strides.append(numel)
-            numel *= max(1, extent)
-        storage = _Storage(dtype, torch.Size(shape).numel())
-        common: tuple[Any, ...] = (storage, 0, shape, tuple(reversed(strides)), False, OrderedDict())
-        if dtype in torch.storage._new_dtypes():
-            self.reduced: tuple[Any, ...] = (torch._utils._rebuild_tensor_v3, (*common, dtype))
-        else:
-            self.reduced = (torch._utils._rebuild_tensor_v2, common)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.reduced
+        self.persistent_id = ("storage", kind, key, "cpu", numel * (dtype.itemsize if in_v3 else 1))
 
 
 class _Pickler(pickle.Pickler):
+    """Slots and tensors pickle as contiguous tensors do; `slots` collects them in order."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.slots: list[TensorSlot] = []
+
     def persistent_id(self, obj: Any) -> Any:
         return obj.persistent_id if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            obj = TensorSlot(obj.dtype, tuple(obj.shape), obj.detach().cpu().contiguous())
+        if not isinstance(obj, TensorSlot):
+            return NotImplemented
+        strides, numel = [], 1
+        for extent in reversed(obj.shape):
+            strides.append(numel)
+            numel *= max(1, extent)
+        storage = _Storage(obj.dtype, math.prod(obj.shape), str(len(self.slots)))
+        self.slots.append(obj)
+        common: tuple[Any, ...] = (storage, 0, obj.shape, tuple(reversed(strides)), False, OrderedDict())
+        if obj.dtype in torch.storage._new_dtypes():
+            return torch._utils._rebuild_tensor_v3, (*common, obj.dtype)
+        return torch._utils._rebuild_tensor_v2, common
+
+
+def lay_out_archive(value: Any) -> ArchiveLayout:
+    """The archive that `torch.load` reads as `value`, with tensors in place of its slots."""
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(value)
+    central, head = bytearray(), bytearray()  # head: what comes before the next tensor's bytes
+    for name, content in ((b"data.pkl", pickled.getvalue()), (b"byteorder", b"little"), (b"version", b"3\n")):
+        name, crc, size = b"archive/" + name, zlib.crc32(content), len(content)
+        central += _CENTRAL.pack(
+            b"PK\1\2", 0, 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, len(head)
+        )
+        central += name
+        head += _LOCAL.pack(b"PK\3\4", 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0) + name + content
+
+    fixed, places, start = [], [], 0
+    for number, slot in enumerate(pickler.slots):
+        local, entry = _data_record(b"archive/data/%d" % number, slot.nbytes, start + len(head))
+        head += local
+        central += entry
+        fixed.append((start, bytes(head)))
+        places.append((slot, start + len(head)))
+        start, head = start + len(head) + slot.nbytes, bytearray()
+    end = start + len(head)
+    tail = bytes(head + central) + _end_of_archive(3 + len(places), len(central), end)
+    fixed.append((start, tail))
+    return ArchiveLayout(fixed, places, start + len(tail))
+
+
+def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
+    """Local header and directory entry of a tensor's bytes, in zip64 form: any size fits."""
+    sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
+    padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
+    extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
+    local = (b"PK\3\4", _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(extra))
+    place = struct.pack("<Q", header) if header >= _MAX32 else b""  # third in the zip64 field, if it is needed
+    wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
+    entry = (b"PK\1\2", _ZIP64_VERSION, _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(wide))
+    return (
+        _LOCAL.pack(*local) + name + extra,
+        _CENTRAL.pack(*entry, 0, 0, 0, 0, min(header, _MAX32)) + name + wide,
+    )
 
 
 @lru_cache(maxsize=65536)
 def tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
     """Prefix and suffix of the archive that `torch.load` reads as a contiguous tensor of `dtype` and `shape`."""
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(_Tensor(dtype, shape))
-    prefix, central = bytearray(), bytearray()
-    for name, content in ((b"data.pkl", pickled.getvalue()), (b"byteorder", b"little"), (b"version", b"3\n")):
-        name, crc, size = b"archive/" + name, zlib.crc32(content), len(content)
-        central += _CENTRAL.pack(
-            b"PK\1\2", 0, 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, len(prefix)
-        )
-        central += name
-        prefix += _LOCAL.pack(b"PK\3\4", 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0) + name + content
-
-    # Data comes last and always in zip64 form, so that its size may be anything.
-    name, nbytes = b"archive/data/0", torch.Size(shape).numel() * dtype.itemsize
-    sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
-    header = len(prefix)
-    padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
-    extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
-    local = (b"PK\3\4", _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(extra))
-    prefix += _LOCAL.pack(*local) + name + extra
-    entry = (b"PK\1\2", _ZIP64_VERSION, _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(sizes))
-    central += _CENTRAL.pack(*entry, 0, 0, 0, 0, header) + name + sizes
-    return Envelope(bytes(prefix), bytes(central) + _end_of_archive(4, len(central), len(prefix) + nbytes))
+    (_, prefix), (_, suffix) = lay_out_archive(TensorSlot(dtype, shape)).fixed
+    return Envelope(prefix, suffix)
 
 
 def _end_of_archive(entries: int, central_size: int, central_offset: int) -> bytes:
@@ -112,7 +158,8 @@ def _end_of_archive(entries: int, central_size: int, central_offset: int) -> byt
         b"PK\6\6", 44, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, entries, entries, central_size, central_offset
     )
     locator = _LOCATOR64.pack(b"PK\6\7", 0, central_offset + central_size, 1)
-    end = _END.pack(b"PK\5\6", 0, 0, entries, entries, central_size, min(central_offset, _MAX32), 0)
+    few = min(entries, 0xFFFF)
+    end = _END.pack(b"PK\5\6", 0, 0, few, few, min(central_size, _MAX32), min(central_offset, _MAX32), 0)
     return end64 + locator + end
 
 

@@ -70,6 +70,25 @@ def verify(
     return report
 
 
+def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
+    """Files of a checkpoint that are not there, or not as long as when it was committed; content is not read.
+
+    Empty for checkpoints of other programs, which carry no list of their files.
+    """
+    path, problems = Path(directory), []
+    if not (path / CHECKSUMS).exists():
+        return []
+    for name, sums in read_checksums(path).items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size != sums.size:
+            problems.append(f"{name} has {size} bytes instead of {sums.size}")
+    return problems
+
+
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
     """Everything that can be known without reading the shards."""
     metadata = None

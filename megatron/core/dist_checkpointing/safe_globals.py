@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.errors import UnsafePickleError
+from megatron.core.dist_checkpointing.file_tensor import FileStorage, FileTensor
 
 Walk = Callable[[Any], Any]
-StorageOf = Callable[["StorageRef"], torch.Tensor]
+StorageOf = Callable[["StorageRef"], torch.Tensor | FileStorage]
 
 
 class _SealedType(type):
@@ -143,7 +144,7 @@ class TensorStub(Stub):
     def __setstate__(self, state: Any) -> NoReturn:
         raise UnsafePickleError("a pickle tries to set the state of a tensor")
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> torch.Tensor:
+    def resolve(self, walk: Walk, storage: StorageOf | None) -> torch.Tensor | FileTensor:
         if storage is None:
             raise UnsafePickleError("a tensor where none can be")
         data, dtype, shape = storage(self.storage), self.dtype, self.shape
@@ -151,10 +152,13 @@ class TensorStub(Stub):
             raise ValueError(f"tensor with offset {self.offset}, shape {shape}, strides {self.stride}")
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
-        numel = data.numel() // dtype.itemsize
+        nbytes = data.nbytes
+        numel = nbytes // dtype.itemsize
         last = self.offset + sum((n - 1) * s for n, s in zip(shape, self.stride, strict=True))
         if last >= numel:
             raise ValueError(f"tensor of shape {shape} at {self.offset} exceeds its storage of {numel} elements")
+        if isinstance(data, FileStorage):
+            return data.tensor(dtype, self.offset, shape, self.stride)
         data = data[: numel * dtype.itemsize]
         if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
             data = data.clone()

@@ -17,6 +17,7 @@ import mmap as mmap_module
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,7 @@ import torch
 
 from megatron.core.dist_checkpointing.archive import Archive
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.file_tensor import FileStorage
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.safe_globals import (
     SAFE_GLOBALS,
@@ -98,9 +100,7 @@ def safe_load(
     where = where or str(path)
     try:
         with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise CheckpointError(f"{where}: the file is empty")
-            if mmap:
+            if mmap and path.stat().st_size:
                 mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders)
             return _load_archive(bytearray(file.read()), where, placeholders)
@@ -108,30 +108,69 @@ def safe_load(
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
 
+def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
+    """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
+    path = Path(source)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+
+            def read(offset: int, count: int) -> bytes:
+                return os.pread(file.fileno(), max(0, min(count, size - offset)), offset)
+
+            archive = _open_archive(read, size, str(path))
+
+            def storage(name: str) -> FileStorage:
+                return FileStorage(path, archive.data_offset(name), archive.records[name].size)
+
+            return _load(archive, storage, str(path), placeholders)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool) -> Any:
-    if bytes(buffer[:4]) != b"PK\3\4":
-        raise CheckpointError(
-            f"{where}: not a torch.save archive (zip), it starts with {bytes(buffer[:8])!r}. Files of torch < 1.6 must "
-            "be saved again with a newer torch."
-        )
     view = memoryview(buffer)
-    archive = Archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
-    if "byteorder" in archive.records and archive.read("byteorder") != b"little":
-        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
-    root = _unpickle(io.BytesIO(archive.read("data.pkl")), where, placeholders)
+    archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
     storages: dict[str, torch.Tensor] = {}
 
-    def storage(ref: StorageRef) -> torch.Tensor:
+    def storage(name: str) -> torch.Tensor:
         """The 1-D tensor of a record, shared by all tensors that view it."""
-        name = f"data/{ref.key}"
         if name not in storages:
-            if name not in archive.records:
-                raise CheckpointError(f"{where}: tensor data {name} is missing")
             size, offset = archive.records[name].size, archive.data_offset(name)
             storages[name] = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
         return storages[name]
 
-    return _resolve(root, {}, where, storage)
+    return _load(archive, storage, where, placeholders)
+
+
+def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> Archive:
+    if not length:
+        raise CheckpointError(f"{where}: the file is empty")
+    start = bytes(read(0, 8))
+    if start[:4] != b"PK\3\4":
+        raise CheckpointError(
+            f"{where}: not a torch.save archive (zip), it starts with {start!r}. Files of torch < 1.6 must "
+            "be saved again with a newer torch."
+        )
+    archive = Archive(read, length, where)
+    if "byteorder" in archive.records and archive.read("byteorder") != b"little":
+        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
+    return archive
+
+
+def _load(
+    archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool
+) -> Any:
+    """The object in `archive`; `storage` gives the content of a record."""
+    root = _unpickle(io.BytesIO(archive.read("data.pkl")), where, placeholders)
+
+    def storage_of(ref: StorageRef) -> torch.Tensor | FileStorage:
+        name = f"data/{ref.key}"
+        if name not in archive.records:
+            raise CheckpointError(f"{where}: tensor data {name} is missing")
+        return storage(name)
+
+    return _resolve(root, {}, where, storage_of)
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)

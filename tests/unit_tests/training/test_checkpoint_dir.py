@@ -1,8 +1,9 @@
 """Which checkpoint is loaded: the one asked for, the tracker's, or the newest complete one."""
 
 import pytest
+import torch
 
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
 from megatron.training.checkpoint_dir import (
     check_writable,
     complete_iterations,
@@ -43,7 +44,7 @@ def test_a_step_rules_over_the_tracker(tmp_path):
     new = make(tmp_path, 10)
     write_tracker(tmp_path, 5)
     assert find_checkpoint(tmp_path, 10) == (new, None)
-    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: 5, 10"):
+    with pytest.raises(ValueError, match=r"--ckpt-step 7.*not complete.*complete are: 5, 10"):
         find_checkpoint(tmp_path, 7)
 
 
@@ -56,6 +57,24 @@ def test_the_newest_complete_one_stands_in(tmp_path, tracker):
     found, note = find_checkpoint(tmp_path, None)
     assert found == old and "newest complete" in note and (tracker is None or str(tracker) in note)
     assert complete_iterations(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_one_is_reported_and_skipped(tmp_path, damage):
+    for iteration in (5, 10):
+        state = {"w": ShardedTensor.replicated("w", torch.arange(6.0))}
+        save(state, iteration_directory(tmp_path, iteration), common={})
+    write_tracker(tmp_path, 10)
+    shard = next(iteration_directory(tmp_path, 10).glob("*.distcp"))
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    found, note = find_checkpoint(tmp_path, None)
+    assert found == iteration_directory(tmp_path, 5)
+    assert shard.name in note and ("is missing" if damage == "missing" else "bytes instead of") in note
+    with pytest.raises(ValueError, match=f"--ckpt-step 10.*damaged.*{shard.name}.*complete are: 5"):
+        find_checkpoint(tmp_path, 10)
 
 
 def test_a_release(tmp_path):
