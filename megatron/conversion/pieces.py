@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from megatron.conversion.model_space import Shape, TensorInfo
-from megatron.core.dist_checkpointing.ranges import READ_THROUGH, Runs, byte_runs
+from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
+
+_SMALL_GAP = 4096  # elements between two rows that are read together
 
 
 class Piece(NamedTuple):
@@ -74,7 +76,7 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
 
     def elements(runs: Runs) -> list[torch.Tensor]:
         first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
-        if repeats > 1 and stride - length < READ_THROUGH:
+        if repeats > 1 and stride - length < _SMALL_GAP:
             span = read_flat(first, (repeats - 1) * stride + length)
             return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
         return [read_flat(first + i * stride, length) for i in range(repeats)]

@@ -72,8 +72,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def safe_loads(data: bytes | memoryview, where: str) -> Any:
-    """The object of a bare pickle that holds no tensors (`.metadata`)."""
-    return _resolve(_unpickle(io.BytesIO(data), where), {}, where)
+    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`."""
+    return _unpickle(io.BytesIO(data), where)
 
 
 def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
