@@ -41,6 +41,7 @@ class CheckpointSaver:
         )
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[SaveReport] = []
+        self._removals: list[str] = []  # what is to be told of them, after the save that made room for them
         self._waited = 0.0  # seconds that the last save had to wait for the one before
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
@@ -116,7 +117,7 @@ class CheckpointSaver:
 
         def on_commit() -> None:
             write_tracker(root, iteration)
-            if str(root) == self._config.save:
+            if self._config.save is not None and root == Path(self._config.save):  # not --ckpt-convert-save
                 self._remove_superseded(root)
 
         return on_commit
@@ -125,10 +126,10 @@ class CheckpointSaver:
         try:
             removed = self._retention.apply(root)
         except OSError as error:  # the new checkpoint stands in any case
-            print_rank_0(f" > WARNING: old checkpoints in {root} could not be removed: {error}")
+            self._removals.append(f"WARNING: old checkpoints in {root} could not be removed: {error}")
             return
         if removed:
-            print_rank_0(f" > removed {', '.join(path.name for path in removed)}")
+            self._removals.append(f"removed {', '.join(path.name for path in removed)}")
 
     def _save_legacy(
         self, saver: AsyncSaver, state: ShardedStateDict, directory: Path, common: dict[str, Any], layout: Layout
@@ -168,6 +169,9 @@ class CheckpointSaver:
                 self.expected_seconds = report.total
                 self._committed.append(report)
                 print_rank_0(f" > saved {report.directory}: {describe(report)}")
+                for text in self._removals:
+                    print_rank_0(f" > {text}")
+                self._removals = []
                 continue
             message = f"{report.directory} was not saved: {report.error}"
             if not self._must_succeed:

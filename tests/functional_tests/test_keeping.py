@@ -1,7 +1,9 @@
 """What a run leaves on the disk under the rules that keep checkpoints."""
 
+import re
+
 import pytest
-from training_harness import LAYOUTS, LLAMA, train
+from training_harness import COMMON, LAYOUTS, LLAMA, train
 
 FLAGS = f"--mock-data {LLAMA} --num-layers 2 --train-iters 12 --save-interval 1 "
 MODES = ["", "--async-save"]
@@ -16,7 +18,7 @@ def kept(directory):
 def test_last_and_every(pool, tmp_path, mode):
     rules = "--keep-last-n 2 --save-retain-interval 5"
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
-    flags = f"{FLAGS} {layout} --save {tmp_path} --load {tmp_path} {rules} {mode}"
+    flags = f"{FLAGS} {layout} --save {tmp_path}/ --load {tmp_path} {rules} {mode}"
     pool.run(train, world_size, f"{flags} --exit-interval 7")
     assert kept(tmp_path) == [5, 6, 7]
     assert pool.run(train, world_size, flags)[0].iteration == 12
@@ -33,6 +35,12 @@ def test_best(pool, tmp_path, mode):
     assert sorted(losses) == [2, 4, 6, 8, 10, 12]
     best = sorted(losses, key=losses.get)[:2]
     assert kept(tmp_path) == sorted({*best, 12})
+
+
+def test_the_log_tells_of_it_in_order(launcher, tmp_path):
+    job = launcher.run(1, f"{COMMON} {FLAGS} --train-iters 3 --save {tmp_path} --keep-last-n 1")
+    told = re.findall(r"> (saved|removed) \S*iter_000000(\d)", job.output())
+    assert told == [("saved", "1"), ("saved", "2"), ("removed", "1"), ("saved", "3"), ("removed", "2")]
 
 
 def test_without_rules_everything_stays(pool, tmp_path):
