@@ -7,11 +7,12 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check interop clean
+.PHONY: help setup demo test check docker-dry-run interop clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 	@echo "make check  lint and type check"
+	@echo "make docker-dry-run  the steps of the Dockerfile's CPU stage, without Docker"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 
 setup: $(VENV)/.installed
@@ -33,6 +34,10 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint Dockerfile
+
+docker-dry-run:
+	$(PYTHON) tools/docker_dry_run.py --command "make test PYTEST_ARGS='tests/unit_tests/core tests/unit_tests/datasets'"
 
 interop: setup
 	$(PY) tests/interop/run.py
