@@ -141,7 +141,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     assert config.model.vocab_size is not None
     for flags, other in alternatives(given, options.world_size, config.model.vocab_size):
-        print(f"  with {flags}: {verdict(largest(other), available, reserve)}")
+        if largest(other) < needed:
+            print(f"  with {flags}: {verdict(largest(other), available, reserve)}")
     return 1
 
 
