@@ -118,7 +118,8 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
                 seconds = statistics.median(times) / 1e3
                 lines.append(
                     f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
-                    f"{shape.seq * shape.batch / seconds:9.0f} tokens/s {work / seconds / 1e12:8.3g} TFLOP/s  MFU {100 * work / seconds / ceiling:5.1f} %"
+                    f"{shape.seq * shape.batch / seconds:9.0f} tokens/s "
+                    f"{work / seconds / 1e12:8.3g} TFLOP/s  MFU {100 * work / seconds / ceiling:5.1f} %"
                 )
             planned = planned_memory(shape, options.iterations)
             lines.append(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
