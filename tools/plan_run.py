@@ -3,14 +3,17 @@
     python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
     LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
 
+With --json the same, in bytes, for programs.
 The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status 1: it does not fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.training.arguments import Given, parse_flags  # noqa: E402
 from megatron.training.run_config import Config, flag_parser, make_config  # noqa: E402
-from megatron.training.run_plan import RunPlan, plan_run  # noqa: E402
+from megatron.training.run_plan import RunPlan, StagePlan, plan_run  # noqa: E402
 from megatron.training.tokenizer import build_tokenizer  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
@@ -46,6 +49,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         default=4.0,
         help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead; sizes in bytes")
     options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
     given, _ = parse_flags(flag_parser(), rest)
     for name, value in {"lr": 1.0, "min_lr": 0.0}.items():  # nothing here depends on these
@@ -110,6 +114,7 @@ def report(config: Config, plan: RunPlan, world_size: int) -> str:
         ("optimizer", [m.optimizer for m in memory]),
         ("tables", [m.tables for m in memory]),
         ("activations", [m.activations for m in memory]),
+        ("logits and loss", [m.loss for m in memory]),
         ("temporary", [m.temporary for m in memory]),
         ("memory, in all", [m.total for m in memory]),
         ("checkpoint", [stage.checkpoint_bytes for stage in plan.stages]),
@@ -120,7 +125,40 @@ def report(config: Config, plan: RunPlan, world_size: int) -> str:
     ]
     rows = [(name, values) for name, values in rows if any(values)]
     lines += [f"  {name:23}" + "".join(f"{gb(value):>9}" for value in values) for name, values in rows]
+    lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in plan.stages))
     return "\n".join(lines)
+
+
+def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
+    """The plan as plain values."""
+    parallel = config.parallel
+    return {
+        "world_size": world_size,
+        "tensor_parallel": parallel.tp_size,
+        "pipeline_parallel": parallel.pp_size,
+        "chunks_per_stage": parallel.vpp_size,
+        "data_parallel": parallel.dp_size(world_size),
+        "num_parameters": plan.num_parameters,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "num_microbatches": plan.num_microbatches,
+        "bubble": plan.bubble,
+        "notes": config.notes,
+        "stages": [stage_as_json(stage) for stage in plan.stages],
+    }
+
+
+def stage_as_json(stage: StagePlan) -> dict[str, Any]:
+    traffic = stage.traffic
+    axes = {"tp": traffic.tp, "pp": traffic.pp, "dp": traffic.dp, "embedding": traffic.embedding}
+    return {
+        "stage": stage.ps.pp.rank,
+        "num_layers": stage.num_layers,
+        "num_parameters": stage.num_parameters,
+        "passes_in_flight": stage.passes_in_flight,
+        "memory": asdict(stage.memory) | {"total": stage.memory.total},
+        "checkpoint_bytes": stage.checkpoint_bytes,
+        "traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in axes.items()},
+    }
 
 
 def verdict(needed: int, available: float, reserve: float) -> str:
@@ -132,18 +170,23 @@ def main(argv: Sequence[str]) -> int:
     options, given = parse(argv)
     config = configure(given, options.world_size)
     plan = plan_run(config, options.world_size, model_provider)
-    print(report(config, plan, options.world_size))
-    if options.device_memory_gb is None:
-        return 0
-    available, reserve, needed = options.device_memory_gb * 1e9, options.reserve_gb * 1e9, largest(plan)
-    print(f"\n{verdict(needed, available, reserve)}")
-    if needed + reserve <= available:
-        return 0
+    needed, limited = largest(plan), options.device_memory_gb is not None
+    available, reserve = (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
+    fits = not limited or needed + reserve <= available
     assert config.model.vocab_size is not None
-    for flags, other in alternatives(given, options.world_size, config.model.vocab_size):
-        if largest(other) < needed:
-            print(f"  with {flags}: {verdict(largest(other), available, reserve)}")
-    return 1
+    others = [] if fits else alternatives(given, options.world_size, config.model.vocab_size)
+    better = [(flags, largest(other)) for flags, other in others if largest(other) < needed]
+    if options.json:
+        ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
+        answer = {"fits": fits, "alternatives": ways} if limited else {}
+        print(json.dumps(as_json(config, plan, options.world_size) | answer, indent=2))
+        return 0 if fits else 1
+    print("\n".join([*(f"note: {note}" for note in config.notes), report(config, plan, options.world_size)]))
+    if limited:
+        print(f"\n{verdict(needed, available, reserve)}")
+    for flags, size in better:
+        print(f"  with {flags}: {verdict(size, available, reserve)}")
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

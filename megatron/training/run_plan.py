@@ -8,6 +8,8 @@ the code that plans them in training. Activations are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
@@ -29,13 +31,16 @@ class MemoryPlan:
     tables: int
     """Rotary tables and fixed masks."""
     activations: int
-    """Kept between forward and backward, at the moment of the peak."""
+    """Kept by embedding and layers between forward and backward, at the moment of the peak."""
+    loss: int
+    """Kept then by the final norm and the loss, the logits above all."""
     temporary: int
     """Held besides by the pass under way, and by messages between stages."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.tables + self.activations + self.temporary
+        lasting = self.weights + self.gradients + self.optimizer + self.tables
+        return lasting + self.activations + self.loss + self.temporary
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class StagePlan:
     num_layers: int
     num_parameters: int
     """Of this rank, without padding."""
+    passes_in_flight: int
+    """Forward passes, of a chunk and a micro batch, that wait for their backward pass at the moment of the peak."""
     memory: MemoryPlan
     traffic: TrafficPlan
     checkpoint_bytes: int
@@ -102,39 +109,58 @@ def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num
     numel = sum(chunk.numel for chunk in chunks)
     shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
     activations = activation_memory(config)
-    kept, temporary = _peak(activations, ps, chunks, num_microbatches)
+    peak = _peak(activations, ps, chunks, num_microbatches)
     memory = MemoryPlan(
         weights=numel * config.model.params_dtype.itemsize,
         gradients=numel * 4,
         optimizer=numel // shards * _optimizer_bytes(config, main_parameters=config.model.params_dtype.itemsize < 4),
         tables=sum(chunk.num_layers for chunk in chunks) * activations.layer_tables,
-        activations=kept,
-        temporary=temporary,
+        activations=peak.activations,
+        loss=peak.loss,
+        temporary=peak.temporary,
     )
     stored = sum(stored_sizes(chunks, whole=False).values()) * _stored_bytes_per_parameter(config)
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(config, ps, chunks, activations, num_microbatches)
-    return StagePlan(ps, num_layers, num_parameters, memory, traffic, stored // ps.dp.size)
+    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
 
 
-def _peak(
-    activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int
-) -> tuple[int, int]:
-    """(kept, temporary) bytes of the pass with the largest sum, over the ticks of this stage's schedule."""
-    kept = [activations.kept(chunk.num_layers, chunk.post_process) for chunk in chunks]
+class _Moment(NamedTuple):
+    """What a stage holds of passes, in bytes, and the number of passes in flight."""
+
+    activations: int = 0
+    loss: int = 0
+    temporary: int = 0
+    passes: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.activations + self.loss + self.temporary
+
+
+def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> _Moment:
+    """The backward pass at which most is held, over the ticks of this stage's schedule."""
+    losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
+    layers = [activations.kept(chunk.num_layers, post_process=False) for chunk in chunks]
     backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
-    now, peak = 0, (0, 0)
+    in_flight, peak = [0] * len(chunks), _Moment()
     for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches):
         if tick.action is None:
             continue
         chunk = tick.action.chunk
         if tick.action.kind == "forward":
-            now += kept[chunk]
-        else:
-            peak = max(peak, (now, backward[chunk] + messages), key=sum)
-            now -= kept[chunk]
+            in_flight[chunk] += 1
+            continue
+        now = _Moment(
+            sum(map(mul, in_flight, layers)),
+            sum(map(mul, in_flight, losses)),
+            backward[chunk] + messages,
+            sum(in_flight),
+        )
+        peak = max(peak, now, key=lambda moment: moment.size)
+        in_flight[chunk] -= 1
     return peak
 
 

@@ -1,6 +1,7 @@
 """The planner's command line: known models, the verdict, and what it makes of mistakes."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,37 @@ def test_mistakes_are_those_of_the_training_program():
         tool.main(["--world-size", "8", *LLAMA_8B, "--tensor-model-parallel-size", "3"])
     with pytest.raises(ValueError, match="unknown flag --num-layer"):
         tool.main(["--num-layer", "4"])
+
+
+def test_json_says_what_the_table_says(capsys):
+    arguments = ["--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B, "--tensor-model-parallel-size", "2"]
+    arguments += ["--pipeline-model-parallel-size", "2"]
+    status = tool.main(arguments)
+    rows = {line[2:25].strip(): line[25:].split() for line in capsys.readouterr().out.splitlines()}
+    assert tool.main([*arguments, "--json"]) == status
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] == (status == 0)
+    for name, key in {"weights": "weights", "logits and loss": "loss", "memory, in all": "total"}.items():
+        assert rows[name] == [f"{stage['memory'][key] / 1e9:.2f}" for stage in answer["stages"]]
+    for stage in answer["stages"]:
+        memory = stage["memory"]
+        assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+    assert sum(stage["num_parameters"] for stage in answer["stages"]) * 2 > answer["num_parameters"] == 8030261248
+    assert [stage["memory"]["loss"] > 0 for stage in answer["stages"]] == [False, True]
+    assert [stage["passes_in_flight"] for stage in answer["stages"]] == [2, 1]
+
+
+def test_json_lists_ways_out(capsys):
+    arguments = ["--json", "--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B]
+    assert tool.main([*arguments, "--tensor-model-parallel-size", "2"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    worst = max(stage["memory"]["total"] for stage in answer["stages"])
+    ways = {way["flags"]: way for way in answer["alternatives"]}
+    assert all(way["memory"] < worst and way["fits"] == (way["memory"] + 4e9 <= 80e9) for way in ways.values())
+    assert ways["--use-distributed-optimizer"]["fits"]
+
+
+def test_notes_of_the_flags_are_told(capsys):
+    arguments = ["--world-size", "8", *LLAMA_8B, "--sequence-parallel"]
+    assert tool.main(arguments) == 0
+    assert "note: --sequence-parallel is off" in capsys.readouterr().out
