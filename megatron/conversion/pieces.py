@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from megatron.conversion.model_space import Shape, TensorInfo
-from megatron.core.dist_checkpointing.ranges import READ_THROUGH, Runs, byte_runs
+from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
+
+_SMALL_GAP = 4096  # elements between two rows that are read together
 
 
 class Piece(NamedTuple):
@@ -47,7 +49,7 @@ class PieceTable:
 
 def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
     """The box at `offset` of extent `shape`, from disjoint pieces."""
-    whole = torch.empty(shape, dtype=dtype)
+    whole: torch.Tensor | None = None
     found = 0
     for piece in pieces:
         low = tuple(max(a, b) for a, b in zip(offset, piece.offset, strict=True))
@@ -57,13 +59,17 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
         if min(extent, default=1) <= 0:
             continue
         part = piece.read(tuple(lo - b for lo, b in zip(low, piece.offset, strict=True)), extent)
+        if extent == shape:
+            return part
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype)
         whole[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))] = part
         found += math.prod(extent)
     if found != math.prod(shape):
         raise ValueError(
             f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
         )
-    return whole
+    return torch.empty(shape, dtype=dtype) if whole is None else whole
 
 
 def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
@@ -74,7 +80,7 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
 
     def elements(runs: Runs) -> list[torch.Tensor]:
         first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
-        if repeats > 1 and stride - length < READ_THROUGH:
+        if repeats > 1 and stride - length < _SMALL_GAP:
             span = read_flat(first, (repeats - 1) * stride + length)
             return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
         return [read_flat(first + i * stride, length) for i in range(repeats)]

@@ -96,6 +96,7 @@ class _Writer:
                 tensor = scatter(self._qkv_map, 0, tensor)
             _save(folder / name, self._marks(key) | {"param": tensor.contiguous()})
             progress(tensor.nbytes)
+            del tensor  # before the next one is read
         _save(folder / STEP, torch.tensor(self.step))
 
     def _value(self, key: str, state: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 from megatron.training.host_memory import keep_freed_memory
+from megatron.training.rendezvous import lent_store, store_of_this_start
 
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
@@ -144,11 +145,13 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
     if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun keeps one store over its restarts: without a name of its own, gloo would find the addresses of the dead
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}_of_{world_size}_ranks", store)
     device_id = device if backend == "nccl" else None
+    lent = lent_store(timeout)
+    if lent is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    store = store_of_this_start(lent, rank, world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )

@@ -57,10 +57,8 @@ class StepProfiler:
         name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
         trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
         self._profiler.export_chrome_trace(str(trace))
-        on_device = torch.cuda.is_available()
-        table = self._profiler.key_averages().table(
-            sort_by="self_cuda_time_total" if on_device else "self_cpu_time_total", row_limit=40
-        )
+        where = "device" if torch.cuda.is_available() else "cpu"
+        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
         print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
         self._profiler = None

@@ -7,6 +7,7 @@ checkpoint is whole.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -139,4 +140,5 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -6,6 +6,7 @@ Every rule is checked before a process group exists, so that a mistake costs one
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +147,7 @@ def make_config(given: Given, world_size: int) -> Config:
     config = Config(**{attribute: build(section, given) for attribute, section in SECTIONS.values()}, notes=notes)
     dp_size = config.parallel.dp_size(world_size)
     config.training.global_batch_size = config.batch_schedule(dp_size).global_batch_size
+    config.notes += _save_notes(config)
     for check in (_check_length, _check_tensor_parallel, _check_batches, _check_checkpoint):
         check(config, dp_size)
     _check_profile_ranks(config.profiling, world_size)
@@ -235,6 +237,24 @@ def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
     for rank in profiling.profile_ranks or []:
         if not 0 <= rank < world_size:
             raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
+
+
+def _save_notes(config: Config) -> list[str]:
+    """What the user may not expect of these flags together."""
+    checkpoint, eval_interval = config.checkpoint, config.training.eval_interval
+    notes = []
+    whens = ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n")
+    given = [f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None]
+    if given and checkpoint.save is None:
+        notes.append(f"nothing is saved: {', '.join(given)} without --save")
+    if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
+        common = math.lcm(checkpoint.save_interval, eval_interval)
+        if common > checkpoint.save_interval:
+            notes.append(
+                f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and evaluations every "
+                f"{eval_interval}, only those every {common} have a validation loss"
+            )
+    return notes
 
 
 def _check_legacy(checkpoint: CheckpointConfig) -> None:

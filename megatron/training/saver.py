@@ -20,13 +20,17 @@ from megatron.training.legacy_save import intermediate_directory, rewrite_as_leg
 from megatron.training.retention import Retention, RetentionPolicy
 
 
+class SaveFailedError(ValueError):
+    """A checkpoint could not be saved, and the run was told to stop then (--exit-on-save-failure)."""
+
+
 class CheckpointSaver:
     """One saver for the whole run, so that plan and host buffers are made once.
 
     Sequence of calls, on all ranks: `save` after an iteration; `before_update` before the optimizer changes anything;
     `after_iteration` now and then; `close` at the end. A save that fails is reported and leaves the previous checkpoint
-    the newest; training goes on, unless --exit-on-save-failure: then `save` and `close` raise ValueError, while a save
-    behind training sets `failure`, for the ranks notice at different times and must stop together.
+    the newest; training goes on, unless --exit-on-save-failure: then `save` and `close` raise SaveFailedError, while a
+    save behind training sets `failure`: the ranks notice at different times, and must call `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -37,6 +41,7 @@ class CheckpointSaver:
         )
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[SaveReport] = []
+        self._removals: list[str] = []  # what is to be told of them, after the save that made room for them
         self._waited = 0.0  # seconds that the last save had to wait for the one before
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
@@ -79,6 +84,11 @@ class CheckpointSaver:
         if self._saver is not None:
             self._tell(self._saver.finish(), together=True)
 
+    def stop(self) -> None:
+        """Raise what a save behind training failed with."""
+        failure, self.failure = self.failure, None
+        raise SaveFailedError(failure or "a checkpoint was not saved: another rank says why")
+
     def close(self) -> None:
         try:
             self.finish()
@@ -107,7 +117,7 @@ class CheckpointSaver:
 
         def on_commit() -> None:
             write_tracker(root, iteration)
-            if str(root) == self._config.save:
+            if self._config.save is not None and root == Path(self._config.save):  # not --ckpt-convert-save
                 self._remove_superseded(root)
 
         return on_commit
@@ -116,10 +126,10 @@ class CheckpointSaver:
         try:
             removed = self._retention.apply(root)
         except OSError as error:  # the new checkpoint stands in any case
-            print_rank_0(f" > WARNING: old checkpoints in {root} could not be removed: {error}")
+            self._removals.append(f"WARNING: old checkpoints in {root} could not be removed: {error}")
             return
         if removed:
-            print_rank_0(f" > removed {', '.join(path.name for path in removed)}")
+            self._removals.append(f"removed {', '.join(path.name for path in removed)}")
 
     def _save_legacy(
         self, saver: AsyncSaver, state: ShardedStateDict, directory: Path, common: dict[str, Any], layout: Layout
@@ -128,9 +138,13 @@ class CheckpointSaver:
         began, stored = time.perf_counter(), intermediate_directory(directory)
         saver.save(state, stored, common=common)
         (report,) = saver.finish()
+        report.directory = directory
+        # Together: rank 0 may not remove what another rank has yet to find committed.
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, report.error)
+        report.error = report.error or next((error for error in errors if error is not None), None)
         written = time.perf_counter()
         if report.error is None:
-            report.directory = directory
             report.error = self._rewrite(stored, directory, layout)
             now = time.perf_counter()
             report.commit += now - written
@@ -159,6 +173,9 @@ class CheckpointSaver:
                 self.expected_seconds = report.total
                 self._committed.append(report)
                 print_rank_0(f" > saved {report.directory}: {describe(report)}")
+                for text in self._removals:
+                    print_rank_0(f" > {text}")
+                self._removals = []
                 continue
             message = f"{report.directory} was not saved: {report.error}"
             if not self._must_succeed:
@@ -166,7 +183,7 @@ class CheckpointSaver:
                 continue
             self.failure = message
         if together and self.failure is not None:
-            raise ValueError(self.failure)
+            self.stop()
 
 
 def describe(report: SaveReport) -> str:

@@ -33,7 +33,7 @@ from megatron.training.params_norm import params_norm
 from megatron.training.profiling import StepProfiler
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
-from megatron.training.saver import CheckpointSaver, scalars
+from megatron.training.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.signals import ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import build_tokenizer
@@ -145,7 +145,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     with (
         ExitSignals().installed(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
-        _save_ended_first(run),
+        _saver_closed(run),
         StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
         decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started)
@@ -156,7 +156,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             iteration = run.state.iteration
             save, leave = decisions.after(iteration, time.monotonic() - began)
             if leave is not None and leave.failed:
-                raise ValueError(run.saver.failure or f"{leave.reason}: other ranks say why")
+                run.saver.stop()
             over = leave is not None or iteration >= run.train_iters
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
@@ -183,11 +183,11 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
 
 
 @contextmanager
-def _save_ended_first(run: Run) -> Iterator[None]:
-    """A run that stops for its numbers, on all ranks together, still completes the save under way."""
+def _saver_closed(run: Run) -> Iterator[None]:
+    """A run that stops on all ranks together still completes the save under way, and clears up after a failed one."""
     try:
         yield
-    except NotFiniteError:
+    except (NotFiniteError, SaveFailedError):
         run.saver.close()
         raise
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from training_harness import Measurements, datasets_provider, forward_step, model_provider
 
+from megatron.conversion.convert import compare
+from megatron.conversion.detect import open_checkpoint
 from megatron.training.run_config import parse_args
 from megatron.training.training import pretrain
 
@@ -75,3 +77,27 @@ def test_the_losses_go_on_as_megatrons_own(pool, tmp_path, case, form, processes
     for step, (loss, grad_norm) in enumerate(zip(losses, grad_norms, strict=True), start=6):
         assert loss == pytest.approx(expected[step][0], abs=tolerance), f"iteration {step}"
         assert grad_norm == pytest.approx(expected[step][1], rel=100 * tolerance), f"iteration {step}"
+
+
+def convert(rank, world_size, case, form, layout, save, to):
+    """Returns where the run stood."""
+    flags = [*flags_of(case), "--mock-data", "--num-threads", "1", *shlex.split(layout)]
+    flags += ["--load", str(GOLDEN / case / form), "--ckpt-convert-format", to, "--ckpt-convert-save", str(save)]
+    return pretrain(parse_args(flags, world_size), model_provider, datasets_provider, forward_step).state.iteration
+
+
+@pytest.mark.parametrize(
+    "case,form,to,processes,layout",
+    [
+        ("mcore_0.16.1/llama_fp32_tp2pp2", "legacy", "torch_dist", 2, TP2),
+        ("mcore_0.16.1/llama_fp32_tp2pp2", "torch_dist_dp_reshardable", "torch", 2, VPP2),
+        ("mcore_0.16.1/gpt2_fp32_dp2_nodistopt", "torch_dist", "torch", 1, TP1),
+        ("mcore_0.16.1/llama_bf16_dp2_buckets", "legacy", "torch", 2, TP2),
+    ],
+)
+def test_the_training_script_converts(pool, tmp_path, case, form, to, processes, layout):
+    """--ckpt-convert-format: every tensor of Megatron-LM's files, optimizer included, bit for bit in the other form."""
+    assert pool.run(convert, processes, case, form, layout, tmp_path, to) == [5] * processes
+    result = open_checkpoint(tmp_path / to)
+    assert compare(open_checkpoint(GOLDEN / case / form), result) == len(result.tensors) > 100
+    assert (result.training.iteration, result.training.consumed_train_samples) == (5, 40)

@@ -4,9 +4,11 @@
     python tools/checkpoint/inspect.py verify run/checkpoints            files, coverage of every tensor, checksums
     python tools/checkpoint/inspect.py diff run/checkpoints other/model  any two formats, any two layouts
     python tools/checkpoint/inspect.py digest run/checkpoints            a number per tensor, the same in any layout
+    python tools/checkpoint/inspect.py plan run/checkpoints --tensor-model-parallel-size 4      is it loadable there
 
 PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or --ckpt-step). One process,
-no GPU, no model; tensors are read a slice at a time. Exit status 1: damaged (verify) or different (diff).
+no GPU, no model; tensors are read a slice at a time. Exit status 1: damaged (verify), different (diff), or not loadable
+at that layout (plan).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron.conversion.detect import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
+from megatron.conversion.load_plan import plan_load  # noqa: E402
 from megatron.conversion.model_space import Shape, TensorInfo  # noqa: E402
+from megatron.conversion.rank_layout import Layout  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify  # noqa: E402
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices  # noqa: E402
 from megatron.core.dist_checkpointing.integrity import total_bytes  # noqa: E402
@@ -308,6 +312,44 @@ def digest(args: argparse.Namespace) -> int:
     return 0
 
 
+# plan
+
+
+def plan(args: argparse.Namespace) -> int:
+    source = open_checkpoint(locate(args.path, args.ckpt_step))
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    vpp = args.virtual_pipeline_model_parallel_size
+    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
+    try:
+        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, *ends))
+    except ValueError as error:
+        result: dict[str, Any] = {"path": str(args.path), "layout": layout, "loadable": False, "reason": str(error)}
+        print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
+        return 1
+    rows = [
+        {
+            "tp": rank.tp,
+            "pp": rank.pp,
+            "layers": [[chunk.start, chunk.stop] for chunk in rank.layers],
+            "parameters": rank.parameters,
+            "weight_bytes": rank.weight_bytes,
+            "optimizer_bytes": -(-rank.optimizer_bytes // args.data_parallel_size),
+        }
+        for rank in ranks
+    ]
+    if args.json:
+        print(json.dumps({"path": str(args.path), "layout": layout, "loadable": True, "ranks": rows}, indent=1))
+        return 0
+    print(f"{source.description}\nloadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
+    print(f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}")
+    for row in rows:
+        layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
+        sizes = f"{_size(row['weight_bytes']):>12}{_size(row['optimizer_bytes']):>12}"
+        print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
+    return 0
+
+
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -330,7 +372,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if name == "diff":
             command.add_argument("other", type=Path, metavar="OTHER", help="what to compare it with")
             command.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
-        if name != "verify":
+        if name == "plan":
+            _add_layout(command)
+        elif name != "verify":
             command.add_argument("--keys", default="*", help="only keys that match this pattern")
         else:
             command.add_argument("--workers", type=int, default=4, help="files read at once")
@@ -340,10 +384,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _add_layout(command: argparse.ArgumentParser) -> None:
+    for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
+        command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
+    for end in ("first", "last"):
+        command.add_argument(f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N")
+
+
 COMMANDS = {
     "show": (show, "what a checkpoint holds: iteration, layout that wrote it, tensors, files"),
     "verify": (run_verify, "whether it is complete and undamaged"),
     "diff": (diff, "how two checkpoints differ, across formats and layouts"),
+    "plan": (plan, "whether it can be loaded at a layout, and what each rank reads"),
     "digest": (digest, "a number per tensor that does not depend on layout or format"),
 }
 

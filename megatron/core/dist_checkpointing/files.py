@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -40,11 +41,16 @@ def fsync_directory(directory: Path) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """`path` has either its old content or all of the new one, whenever the machine stops."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     fsync_directory(path.parent)
 
 
@@ -58,7 +64,7 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     path = Path(save_directory) / TRACKER
     try:
         text = path.read_bytes().decode("utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if text == "release":
         return text

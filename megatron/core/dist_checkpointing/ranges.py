@@ -11,7 +11,7 @@ import numpy as np
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.metadata import StoredChunk
 
-READ_THROUGH = 4096  # bytes: a gap smaller than a page is read rather than skipped
+READ_THROUGH = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
 
 
 class Overlap(NamedTuple):

@@ -72,8 +72,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def safe_loads(data: bytes | memoryview, where: str) -> Any:
-    """The object of a bare pickle that holds no tensors (`.metadata`)."""
-    return _resolve(_unpickle(io.BytesIO(data), where), {}, where)
+    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`."""
+    return _unpickle(io.BytesIO(data), where)
 
 
 def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
@@ -170,7 +170,7 @@ def _load(
             raise CheckpointError(f"{where}: tensor data {name} is missing")
         return storage(name)
 
-    return _resolve(root, {}, where, storage_of)
+    return _resolve(root, where, storage_of)
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -185,46 +185,53 @@ def _unpickle(file: BinaryIO, where: str, placeholders: bool = True) -> Any:
         raise CheckpointError(f"{where}: not an intact pickle ({type(error).__name__}: {error})") from error
 
 
-def _resolve(root: Any, memo: dict[int, Any], where: str, storage: Any = None) -> Any:
+def _resolve(root: Any, where: str, storage: Any = None) -> Any:
     """Replace the stubs in a structure of containers by what they stand for, containers in place where possible."""
-
-    def walk(value: Any) -> Any:
-        kind = type(value)
-        if kind in _LEAVES:
-            return value
-        if id(value) in memo:
-            return memo[id(value)][0]
-        if isinstance(value, Stub):
-            result = value.resolve(walk, storage)
-        elif isinstance(value, dict):
-            memo[id(value)] = (value, value)
-            for key, item in list(value.items()):
-                value[key] = walk(item)
-            return value
-        elif kind is list:
-            memo[id(value)] = (value, value)
-            value[:] = map(walk, value)
-            return value
-        elif kind is tuple:
-            items = [walk(item) for item in value]
-            result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-        elif isinstance(value, Placeholder):
-            memo[id(value)] = (value, value)
-            vars(value).update({name: walk(item) for name, item in vars(value).items()})
-            return value
-        else:
-            result = value
-        memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
-        return result
-
     try:
-        return walk(root)
+        return _Resolver(storage).walk(root)
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{where}: cannot be rebuilt ({type(error).__name__}: {error})") from error
+
+
+class _Resolver:
+    """Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self._memo: dict[int, Any] = {}
+
+    def walk(self, value: Any) -> Any:
+        kind, memo = type(value), self._memo
+        if kind in _LEAVES:
+            return value
+        if id(value) in memo:
+            return memo[id(value)][0]
+        if isinstance(value, Stub):
+            result = value.resolve(self.walk, self._storage)
+        elif isinstance(value, dict):
+            memo[id(value)] = (value, value)
+            for key, item in list(value.items()):
+                value[key] = self.walk(item)
+            return value
+        elif kind is list:
+            memo[id(value)] = (value, value)
+            value[:] = map(self.walk, value)
+            return value
+        elif kind is tuple:
+            items = [self.walk(item) for item in value]
+            result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        elif isinstance(value, Placeholder):
+            memo[id(value)] = (value, value)
+            vars(value).update({name: self.walk(item) for name, item in vars(value).items()})
+            return value
+        else:
+            result = value
+        memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
+        return result
 
 
 _LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])

@@ -4,6 +4,7 @@ import argparse
 import collections
 import datetime
 import enum
+import gc
 import io
 import os
 import pathlib
@@ -288,3 +289,24 @@ def test_errors_name_the_file(tmp_path):
     torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"old.pt: not a torch.save archive"):
         safe_load(tmp_path / "old.pt")
+
+
+def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
+    """Not at the next garbage collection: a converter that opens one file after the other would keep them all."""
+    path = tmp_path / "weights.pt"
+    torch.save({"w": torch.randn(1000), "nested": [{"b": torch.ones(3)}]}, path)
+
+    def is_mapped():
+        return str(path) in pathlib.Path("/proc/self/maps").read_text()
+
+    gc.disable()
+    try:
+        loaded = safe_load(path)
+        assert is_mapped()
+        kept = loaded["nested"][0]["b"]
+        del loaded
+        assert is_mapped() and kept.sum() == 3
+        del kept
+        assert not is_mapped()
+    finally:
+        gc.enable()

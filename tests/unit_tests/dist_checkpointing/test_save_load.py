@@ -297,6 +297,27 @@ def test_partial_reads_read_little_more_than_they_need(tmp_path):
         assert reader.bytes_read <= 1.02 * reader.bytes_needed
 
 
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
+def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapped):
+    """Where the kernel is too old to say whether a mapping can be read, spans are read."""
+    if not mapped:
+        monkeypatch.setattr("megatron.core.dist_checkpointing.reader._MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.reader._SPAN", 100_000)  # several spans
+    weight, vector = torch.randn(700, 1030), torch.randn(13)
+    save(state_of(vector=vector, w=weight), tmp_path / "c", common={})
+    for offset, shape in [((0, 515), (700, 515)), ((1, 0), (699, 3)), ((5, 1029), (2, 1))]:
+        for verify in (False, True):
+            reader = Reader(tmp_path / "c", verify=verify)
+            part = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            assert torch.equal(reader.read("w", offset, shape), part)
+            assert reader.bytes_needed == part.nbytes
+            assert reader.bytes_read <= shape[0] * 1030 * 4 + 2000
+    shard = max((tmp_path / "c").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: truncated"):
+        Reader(tmp_path / "c").read("w", (0, 515), (700, 515))
+
+
 def test_checkpoints_of_plain_dcp_are_read(tmp_path):
     state = {"w": torch.randn(40, 30), "t": torch.randn(20, 10).t(), "o": {"n": 3}, "h": torch.randn(7).bfloat16()}
     dcp.save(dict(state), checkpoint_id=tmp_path / "c")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.conversion.detect import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
 from tools.checkpoint.inspect import main
@@ -137,3 +138,38 @@ def test_scripts_find_the_standard_library(script, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
+def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
+    """Split tensors are read once over all ranks, replicated ones by every tensor-parallel rank."""
+    directory = LLAMA / "torch_dist_fully_reshardable"
+    layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
+    layout += ["--virtual-pipeline-model-parallel-size", vpp]
+    code, planned = json_of(capsys, "plan", directory, *layout)
+    assert code == 0 and planned["loadable"] and len(planned["ranks"]) == tp * pp
+    tensors = open_checkpoint(directory).tensors
+    weights = {key: info for key, info in tensors.items() if not key.startswith("optimizer.")}
+    replicated = sum(info.nbytes for key, info in weights.items() if "layer_norm" in key or "layernorm" in key)
+    assert sum(rank["weight_bytes"] for rank in planned["ranks"]) == (
+        sum(info.nbytes for info in weights.values()) + (tp - 1) * replicated
+    )
+    layers = [chunk for rank in planned["ranks"] if rank["tp"] == 0 for chunk in rank["layers"]]
+    assert sorted(number for start, stop in layers for number in range(start, stop)) == list(range(4))
+    _, shared = json_of(capsys, "plan", directory, *layout, "--data-parallel-size", 2)
+    for whole, half in zip(planned["ranks"], shared["ranks"], strict=True):
+        assert half["optimizer_bytes"] == -(-whole["optimizer_bytes"] // 2) > 0
+    assert main(["plan", str(directory), *map(str, layout)]) == 0
+    assert "loadable at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flag", "reason"), [("tensor", "3"), ("pipeline", "4")])
+def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
+    code, planned = json_of(capsys, "plan", LLAMA / "torch_dist_fully_reshardable", f"--{flag}-model-parallel-size", 3)
+    assert code == 1 and not planned["loadable"] and "3" in planned["reason"] and reason in planned["reason"]
+
+
+def test_plan_of_something_that_is_no_model(run, capsys):
+    assert main(["plan", str(run)]) in (1, 2)
+    assert main(["plan", str(run / "absent")]) == 2
+    assert "absent" in capsys.readouterr().err

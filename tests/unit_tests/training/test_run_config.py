@@ -44,6 +44,16 @@ def test_derived_values():
     assert parsed.flags()["ffn_hidden_size"] == parsed.model.ffn_size
 
 
+def test_saves_that_will_not_happen_are_pointed_out():
+    assert config("--save-interval 2 --keep-last-n 1").notes == [
+        "nothing is saved: --save-interval, --keep-last-n without --save"
+    ]
+    best = "--save x --keep-best-n 1 --eval-interval 6 --save-interval"
+    (note,) = config(f"{best} 4").notes
+    assert "every 4 iterations and evaluations every 6, only those every 12" in note
+    assert config(f"{best} 6").notes == config(f"{best} 12").notes == []
+
+
 def test_layers_per_virtual_stage_is_another_way_to_say_chunks():
     parsed = config(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2", 2

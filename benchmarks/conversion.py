@@ -1,0 +1,117 @@
+"""Conversion of a checkpoint of more than 4 GB, optimizer included: memory, speed against `cp`, disk.
+
+The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the tool, whose peak memory
+must stay below 600 MB + 3 times the largest tensor; `cp` of what it wrote (with fsync, as the tool does) is the
+yardstick of its speed.
+
+    python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters, bf16
+    python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAIRS = (
+    ("torch_dist", "hf"),
+    ("torch_dist", "legacy"),
+    ("legacy", "torch_dist"),
+    ("torch_dist", "universal"),
+    ("universal", "torch_dist"),
+    ("hf", "torch_dist"),
+)
+
+
+def train_one_step(directory: Path, args: argparse.Namespace) -> None:
+    heads = max(1, args.hidden // 64)
+    flags = f"""--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {heads} --swiglu
+        --ffn-hidden-size {args.hidden * 11 // 4} --seq-length 64 --max-position-embeddings 64 --normalization RMSNorm
+        --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --bf16
+        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
+        --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocab - 1} --save {directory}"""
+    run([sys.executable, "pretrain_gpt.py", *flags.split()])
+
+
+def run(command: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a process."""
+    began = time.perf_counter()
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output.decode(errors='replace')[-4000:]}")
+    return time.perf_counter() - began, usage.ru_maxrss << 10
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds of `cp -r` and an fsync of every file."""
+    began = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    for path in files(target):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - began
+
+
+def convert(root: Path, source: str, saver: str, args: argparse.Namespace, start_up: float) -> None:
+    target, copied = root / f"{source}_to_{saver}", root / "copy"
+    command = [sys.executable, "tools/checkpoint/convert.py", "--load-dir", str(root / source), "--save-dir"]
+    command += [str(target), "--saver", saver, "--workers", str(args.workers)]
+    if source == "universal":
+        command += ["--loader", "universal"]
+    seconds, memory = run(command)
+    nbytes = sum(path.stat().st_size for path in files(target))
+    copying = copy(target, copied)
+    shutil.rmtree(copied)
+    name = f"{source} -> {saver}"
+    print(
+        f"{name:26}{nbytes / 1e9:6.2f} GB {seconds:7.1f} s {nbytes / seconds / 1e9:6.2f} GB/s   cp {copying:5.1f} s "
+        f"{nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, {copying / (seconds - start_up):5.2f}x "
+        f"without start-up   peak {memory / 1e6:6.0f} MB",
+        flush=True,
+    )
+    if (root / saver).exists():
+        shutil.rmtree(target)
+    else:
+        target.rename(root / saver)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_conversion"))
+    args = parser.parse_args()
+    root: Path = args.directory
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        train_one_step(root / "torch_dist", args)
+        nbytes = sum(path.stat().st_size for path in files(root / "torch_dist"))
+        largest = args.vocab * args.hidden * 4
+        idle = run([sys.executable, "tools/checkpoint/convert.py", "--help"])
+        print(f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB")
+        print(f"the tool alone: {idle[0]:.1f} s, {idle[1] / 1e6:.0f} MB; {args.workers} workers")
+        for source, saver in PAIRS:
+            convert(root, source, saver, args, idle[0])
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Training programs as real processes that tests kill: started in milliseconds, observed by their output."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing import Reader
+
+HERE = Path(__file__).parent
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+DEADLINE = 60.0  # seconds that nothing here takes
+
+
+class Job:
+    """The ranks of one start of the training program."""
+
+    def __init__(self, launcher: Launcher, pids: list[int], log: Path) -> None:
+        self._launcher, self.pids, self._log = launcher, pids, log
+        self.codes: list[int | None] = [None] * len(pids)
+
+    def output(self, rank: int = 0) -> str:
+        path = self._log.with_name(f"{self._log.name}.{rank}")
+        return path.read_text() if path.exists() else ""
+
+    def until(self, happened: Callable[[], Any], what: str = "what was waited for") -> Any:
+        """What `happened` returns, as soon as that is true, or as soon as rank 0 has ended."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            over = self.has_ended()  # before the look, so that nothing is missed
+            result = happened()
+            if result or over:
+                return result
+            assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output()}"
+            time.sleep(0.001)
+
+    def until_iteration(self, iteration: int) -> None:
+        self.until(lambda: self.iterations()[-1:] >= [iteration], f"iteration {iteration}")
+
+    def has_ended(self) -> bool:
+        """Whether rank 0 has: it stays a zombie until it is waited for."""
+        with open(f"/proc/{self.pids[0]}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks or range(len(self.pids)):
+            if self.codes[rank] is None:
+                os.kill(self.pids[rank], signal.SIGKILL)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
+
+    def wait(self) -> list[int]:
+        """The exit codes of all ranks (negative: killed by that signal)."""
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                self.codes[rank] = self._launcher.ask({"wait": pid})
+        return [code for code in self.codes if code is not None]
+
+    def succeed(self) -> Job:
+        codes = self.wait()
+        outputs = "\n".join(self.output(rank) for rank in range(len(self.pids)))
+        assert codes == [0] * len(codes), f"exit codes {codes}\n{outputs}"
+        return self
+
+    def losses(self) -> dict[int, float]:
+        """As logged, by iteration."""
+        found = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", self.output())
+        return {int(iteration): float(loss) for iteration, loss in found}
+
+    def iterations(self) -> list[int]:
+        return list(self.losses())
+
+    def resumed_at(self) -> int | None:
+        found = re.search(r"> loaded \S+ at iteration (\d+)", self.output())
+        return int(found[1]) if found else None
+
+    def saved(self) -> list[int]:
+        return [int(iteration) for iteration in re.findall(r"> saved \S*iter_(\d+):", self.output())]
+
+
+class Launcher:
+    """Owns the process that forks the training programs; `start` one, or `run` it to its end."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs, self._count = logs, 0
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "forking_launcher.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ONE_THREAD,
+        )
+        self._running: list[Job] = []
+        assert self._answer() == "ready"
+
+    def start(self, world_size: int, flags: str, file_size_limits: Sequence[int | None] | None = None) -> Job:
+        """`file_size_limits`: bytes, by rank, at which the kernel refuses to let a file grow."""
+        self._count += 1
+        log = self._logs / f"job{self._count}"
+        environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        if world_size > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        pids = self.ask(
+            {
+                "flags": shlex.split(flags),
+                "environment": environment,
+                "log": str(log),
+                "file_size_limits": file_size_limits or [None] * world_size,
+            }
+        )
+        job = Job(self, pids, log)
+        self._running.append(job)
+        return job
+
+    def run(self, world_size: int, flags: str, **limits: Any) -> Job:
+        return self.start(world_size, flags, **limits).succeed()
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        for job in self._running:
+            job.kill()
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the launcher has died"
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def launching(logs: Path) -> Iterator[Launcher]:
+    launcher = Launcher(logs)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, their checksums verified."""
+    reader = Reader(directory, verify=True)
+    return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

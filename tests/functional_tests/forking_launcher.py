@@ -1,0 +1,65 @@
+"""Starts the training program as processes of its own without paying for imports each time.
+
+This program imports everything once and forks: a child becomes rank R of N exactly as torchrun's environment says, runs
+`pretrain_gpt.main()` and writes its output to a file. It is killed, and waited for, by its process id.
+Requests come as JSON lines on standard input, answers go to standard output; see crash_harness.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+
+
+def start(request: dict[str, Any], rank: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        output = os.open(request["log"] + f".{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)} | request["environment"])
+        limit = request["file_size_limits"][rank]
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        sys.argv = ["pretrain_gpt.py", *request["flags"]]
+        pretrain_gpt.main()
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+        if exit_.code and not isinstance(exit_.code, int):
+            print(exit_.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer: Any = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = [start(request, rank) for rank in range(int(request["environment"]["WORLD_SIZE"]))]
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Killed at any moment: every restart goes on from a complete checkpoint, and the end is bitwise the undisturbed one.
+
+`pytest --run-slow tests/functional_tests/test_crash.py` kills 200 times, without it 20 times.
+"""
+
+import random
+import time
+
+import pytest
+from crash_harness import stored_tensors
+from training_harness import COMMON, LAYOUTS, LLAMA, assert_same_bits
+
+from megatron.core.dist_checkpointing import is_complete
+
+MODEL = (
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --save-interval {{interval}} --keep-last-n 3 "
+    "--hidden-dropout 0.1 --train-iters {iterations} --exit-duration-in-mins 10"
+)
+
+
+def some_iterations(job, count):
+    job.until(lambda: len(job.iterations()) > count, f"iteration {count}")
+
+
+def anywhere(job, root, rng):
+    """At any moment from the start of the program on, 20 iterations later at most."""
+    end = time.monotonic() + rng.uniform(0, 0.6)
+    job.until(lambda: time.monotonic() > end or len(job.iterations()) >= 20)
+
+
+def while_training(job, root, rng):
+    """At any moment of an iteration."""
+    some_iterations(job, rng.randrange(10))
+    time.sleep(rng.uniform(0, 0.02))
+
+
+def while_writing(job, root, rng):
+    """In the middle of a save: its shards are being written, or it is being committed."""
+    some_iterations(job, rng.randrange(5))
+    job.until(lambda: next(root.glob(".saving-*"), None), "a save")
+    time.sleep(rng.uniform(0, 0.01))
+
+
+def while_removing(job, root, rng):
+    """In the middle of the removal of an old checkpoint."""
+    job.until(lambda: next(root.glob(".deleting-*"), None), "a removal")
+
+
+MOMENTS = [anywhere, while_training, while_writing, while_writing, while_removing]
+
+
+def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
+    """Start and kill `kills` times; then let the program finish. Returns what each start resumed from."""
+    least, resumed = 0, []
+    for number in range(kills):
+        job = launcher.start(world_size, f"{flags} --save {root} --load {root}")
+        MOMENTS[number % len(MOMENTS)](job, root, rng)
+        job.kill(*rng.choice(victims))
+        time.sleep(rng.uniform(0, 0.1))  # the others go on for a moment, until the launcher ends them
+        job.kill()
+        codes = job.wait()
+        assert -9 in codes, f"the run was over too early, or failed:\n{job.output()}"
+        for directory in root.glob("iter_*"):
+            assert is_complete(directory), f"{directory} looks like a checkpoint and is none"
+        start = job.resumed_at()
+        if job.iterations():
+            assert (start or 0) >= least, f"resumed at {start}, although {least} was saved"
+            resumed.append(start or 0)
+            assert job.iterations()[0] == (start or 0) + 1
+            # A save that began waited for the one before, so that one is durable.
+            began = (job.iterations()[-1] - 1) // interval * interval
+            least = max(least, began - interval, *job.saved(), 0)
+        tracker = root / "latest_checkpointed_iteration.txt"
+        assert (int(tracker.read_text()) if tracker.exists() else 0) >= least
+    last = launcher.run(world_size, f"{flags} --save {root} --load {root}")
+    assert (last.resumed_at() or 0) >= least
+    return resumed
+
+
+def run(launcher, root, kills, world_size, layout, interval, victims, seed):
+    iterations = 14 * kills
+    flags = MODEL.format(interval=interval, iterations=iterations) + " " + layout
+    rng = random.Random(seed)
+    resumed = crash(launcher, root / "crashed", world_size, flags, interval, kills, victims, rng)
+    assert resumed == sorted(resumed) and len(set(resumed)) > kills // 4, "there must be progress to lose"
+    launcher.run(world_size, f"{flags} --save {root}/straight --save-interval {iterations}")
+    final = f"iter_{iterations:07d}"
+    assert_same_bits(stored_tensors(root / "crashed" / final), stored_tensors(root / "straight" / final))
+    kept = [f"iter_{iterations - back * interval:07d}" for back in (2, 1, 0)]
+    left = sorted(path.name for path in (root / "crashed").iterdir())
+    assert left == [*kept, "latest_checkpointed_iteration.txt"], "nothing is left behind"
+
+
+def test_one_process(launcher, tmp_path):
+    run(launcher, tmp_path, 14, 1, "", 1, [[0]], 1)
+
+
+def test_a_rank_or_all(launcher, tmp_path):
+    run(launcher, tmp_path, 6, *LAYOUTS["dp2_distributed_optimizer"], 2, [[0], [1], [0, 1]], 2)
+
+
+@pytest.mark.slow
+def test_one_process_often(launcher, tmp_path):
+    run(launcher, tmp_path, 140, 1, "", 1, [[0]], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "tp2"])
+def test_a_rank_or_all_often(launcher, tmp_path, layout):
+    run(launcher, tmp_path, 30, *LAYOUTS[layout], 2, [[0], [1], [0, 1]], 4)

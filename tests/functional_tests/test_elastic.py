@@ -1,0 +1,108 @@
+"""Ranks die, the job goes on: restarted by torchrun, or by hand with fewer ranks or another layout."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
+from training_harness import COMMON, LAYOUTS, LLAMA, assert_same_bits
+
+ROOT = Path(__file__).parents[2]
+FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 60 --save-interval 3 "
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launcher, tmp_path_factory):
+    """The losses of one process, and of two with what they saved."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    single = launcher.run(1, FLAGS).losses()
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    return single, launcher.run(world_size, f"{FLAGS} {layout} --save {directory}").losses(), directory
+
+
+class Torchrun:
+    """`nodes` agents on this machine, which share `processes` processes of the training program."""
+
+    def __init__(self, nodes, processes, flags, logs):
+        self._logs = [logs / f"node{node}" for node in range(nodes)]
+        launch = (
+            f"-m torch.distributed.run --nproc-per-node {processes // nodes} --max-restarts 2 --monitor-interval 0.1 "
+        )
+        launch += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id job"
+        self._command = [sys.executable, *launch.split(), str(ROOT / "pretrain_gpt.py"), *flags.split()]
+        self._agents = [self._start(log) for log in self._logs]
+
+    def _start(self, log):
+        with log.open("a") as file:
+            return subprocess.Popen(self._command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD)
+
+    def output(self):
+        return "\n".join(log.read_text() for log in self._logs)
+
+    def kill_last_worker(self):
+        pid = self._agents[-1].pid
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+
+    def wait(self):
+        try:
+            return [agent.wait(2 * DEADLINE) for agent in self._agents]
+        finally:
+            for agent in self._agents:
+                agent.kill()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
+    """A rank dies; torchrun starts all again and they finish with the same bits."""
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    root = tmp_path / "run"
+    job = Torchrun(nodes, world_size, f"{FLAGS} {layout} --save {root} --load {root}", tmp_path)
+    deadline = time.monotonic() + 2 * DEADLINE
+    while not re.search(r"iteration +12/", job.output()):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.01)
+    job.kill_last_worker()
+    codes = job.wait()
+    output = job.output()
+    assert codes == [0] * nodes, output
+    resumed = [int(iteration) for iteration in re.findall(r"> loaded \S+ at iteration (\d+)", output)]
+    assert output.count("starting from scratch") == len(resumed) == 1
+    assert resumed[0] >= 9 and resumed[0] % 3 == 0
+    logged: dict[int, set[float]] = {}
+    for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
+        logged.setdefault(int(iteration), set()).add(float(loss))
+    _, expected, directory = undisturbed
+    assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
+    final = "iter_0000060"
+    assert_same_bits(stored_tensors(root / final), stored_tensors(directory / final))
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [["dp2_distributed_optimizer", "single", "dp2_distributed_optimizer"], ["tp2_pp2", "pp2_dp2", "single", "tp2_sp"]],
+)
+def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_path, layouts):
+    losses: dict[int, float] = {}
+    for number, layout in enumerate(layouts):
+        world_size, layout_flags = {"single": (1, ""), **LAYOUTS}[layout]
+        job: Job = launcher.start(world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}")
+        if number < len(layouts) - 1:
+            job.until_iteration(12 * (number + 1))
+            job.kill(world_size - 1)
+            job.kill()
+            assert -signal.SIGKILL in job.wait()
+        else:
+            job.succeed()
+        if number:
+            assert job.resumed_at() >= 12 * number - 6
+        losses |= job.losses()
+    expected = undisturbed[0]
+    assert sorted(losses) == sorted(expected) == list(range(1, 61))
+    assert losses == pytest.approx(expected, rel=ROUNDING)

@@ -1,0 +1,178 @@
+"""A save that fails costs nothing but itself: a clear message, no partial files, the one before is the newest."""
+
+import re
+import signal
+import time
+
+import pytest
+from crash_harness import stored_tensors
+from training_harness import COMMON, LLAMA, assert_same_bits
+
+from megatron.core.dist_checkpointing import verify
+
+FLAGS = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 6 --save-interval 2 "
+MODES = ["", "--async-save"]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def flags(directory, more="", stop=6):
+    return f"{FLAGS} --exit-interval {stop} --save {directory} --load {directory} {more}"
+
+
+@pytest.fixture(scope="module")
+def straight(launcher, tmp_path_factory):
+    """An undisturbed run's checkpoints."""
+    directory = tmp_path_factory.mktemp("straight")
+    launcher.run(1, flags(directory))
+    return directory
+
+
+def assert_whole(directory, straight, iteration):
+    """The newest checkpoint is that of `iteration`, intact, and there is nothing but checkpoints."""
+    name = f"iter_{iteration:07d}"
+    assert (directory / TRACKER).read_text() == str(iteration)
+    assert verify(directory / name).ok
+    assert_same_bits(stored_tensors(directory / name), stored_tensors(straight / name))
+    assert all(re.fullmatch(rf"iter_\d+|{TRACKER}", name) for name in names(directory))
+
+
+def bytes_on(disk, straight, launcher):
+    """What a checkpoint takes on the disk."""
+    disk.mount("size=64m")
+    launcher.run(1, flags(disk.path, stop=2))
+    used = disk.used
+    disk.unmount()
+    return used
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_disk(launcher, disk, straight, mode):
+    """The first checkpoint fits, the second does not, and it says so before the first byte. With room again the run
+    goes on as if nothing had happened."""
+    needed = bytes_on(disk, straight, launcher)
+    disk.mount(f"size={needed * 3 // 2}")
+    job = launcher.run(1, flags(disk.path, more=mode))
+    assert job.iterations()[-1] == 6, "training goes on"
+    failure = r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ GB, [\d.]+ GB are free.*newest"
+    assert len(re.findall(failure, job.output())) == 2 and job.saved() == [2]
+    assert_whole(disk.path, straight, 2)
+    assert disk.remount("size=64m")
+    again = launcher.run(1, flags(disk.path, more=mode))
+    assert again.resumed_at() == 2 and again.saved() == [4, 6]
+    assert_whole(disk.path, straight, 6)
+
+
+def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
+    """From too small for a shard to too small for the tracker: in the files or in the commit."""
+    needed, outcomes = bytes_on(disk, straight, launcher), []
+    for pages in (0, 8, 16, *(needed // 4096 - back for back in (24, 16, 10, 8, 6, 5, 4, 3, 2, 1, 0))):
+        disk.mount(f"size={max(1, pages) * 4096}")
+        job = launcher.run(1, flags(disk.path, stop=2))
+        outcomes.append(job.saved() == [2])
+        if outcomes[-1]:
+            assert_whole(disk.path, straight, 2)
+        else:
+            assert "was not saved: " in job.output() and "No space left" in job.output()
+            assert not [name for name in names(disk.path) if not name.startswith("iter_")], "nothing is left"
+            assert all(verify(path).ok for path in disk.path.iterdir()), "what is there is whole"
+        disk.unmount()
+    assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_room_for_another_file(launcher, disk, straight, mode):
+    """ENOSPC in the middle of a save although there are bytes: the file system has no inodes left."""
+    disk.mount("size=64m")
+    launcher.run(1, flags(disk.path, stop=2))
+    for spare in range(1, 16):
+        used = sum(1 for _ in disk.path.rglob("*")) + 1
+        assert disk.remount(f"nr_inodes={used + spare}")
+        job = launcher.run(1, flags(disk.path, mode, stop=4))
+        if job.saved():
+            break
+        assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
+        assert_whole(disk.path, straight, 2)
+    assert spare > 3
+    assert_whole(disk.path, straight, 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_kernel_refuses_to_write(launcher, tmp_path, mode, ranks):
+    """Every file is cut off in the middle, on all ranks or on the last one alone, while the others write well."""
+    limits = [None] * (ranks - 1) + [20_000]
+    job = launcher.run(ranks, flags(tmp_path, more=mode), file_size_limits=limits)
+    assert job.iterations() == [1, 2, 3, 4, 5, 6]
+    failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: (.*)", job.output())
+    assert [number for number, _ in failed] == ["2", "4", "6"]
+    assert all("File too large" in reason and ("rank 1" in reason) == (ranks == 2) for _, reason in failed)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_disk_that_becomes_read_only(launcher, disk, mode):
+    disk.mount("size=64m")
+    more = f"{mode} --exit-signal-handler --keep-last-n 2 --train-iters 1000000"
+    job = launcher.start(1, flags(disk.path, more, stop=1_000_000))
+    job.until(lambda: len(job.saved()) >= 2)
+    job.until(lambda: disk.remount("ro"))
+    job.until(lambda: "WARNING" in job.output())
+    before = (disk.path / TRACKER).read_text()
+    assert verify(disk.path / f"iter_{int(before):07d}").ok
+    lost = len(job.saved())
+    assert disk.remount("rw")
+    job.until(lambda: len(job.saved()) > lost + 1)
+    job.signal(0, signal.SIGTERM)
+    job.succeed()
+    assert "Read-only file system" in job.output()
+    assert (disk.path / TRACKER).read_text() == str(job.iterations()[-1])
+    assert len(names(disk.path)) == 3, "two checkpoints and the tracker"
+
+
+def test_a_path_that_cannot_be_written_is_an_error_before_training(launcher, disk, tmp_path):
+    disk.mount("size=1m,ro")
+    (tmp_path / "file").write_text("")
+    for path in (disk.path, disk.path / "deeper", tmp_path / "file"):
+        job = launcher.start(1, flags(path))
+        assert job.wait() == [1]
+        assert f"error: checkpoints cannot be saved to {path}: " in job.output() and not job.iterations()
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_stale_files_of_earlier_crashes_go(launcher, tmp_path, straight, form):
+    launcher.run(1, flags(tmp_path, stop=2, more=f"--ckpt-format {form}"))
+    for name in (".saving-iter_0000004-abc-1", ".deleting-iter_0000001", ".saving-iter_0000004-torch_dist"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".saving-iter_0000004-abc-1.failed").touch()
+    (tmp_path / f"{TRACKER}.tmp").write_text("4")
+    job = launcher.run(1, flags(tmp_path, stop=4))
+    assert job.resumed_at() == 2 or "at iteration 2" in job.output()
+    assert names(tmp_path) == ["iter_0000002", "iter_0000004", TRACKER]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "--ckpt-format torch"])
+def test_exit_on_save_failure(launcher, tmp_path, mode):
+    """All ranks stop, also the one whose own writing went well."""
+    more = f"{mode} --exit-on-save-failure --train-iters 1000000"
+    job = launcher.start(2, flags(tmp_path, more, stop=1_000_000), file_size_limits=[20_000, None])
+    job.until(job.has_ended)
+    time.sleep(0.5)
+    job.signal(1, signal.SIGTERM)  # rank 1 leaves the word to rank 0 for some seconds; launchers do not wait for it
+    assert job.wait() == [1, -signal.SIGTERM]
+    assert re.search(r"error: \S*/iter_0000002 was not saved: .*File too large", job.output())
+    assert "Error" not in job.output(1), "it has not waited for a rank that is gone"
+    assert names(tmp_path) == []
+
+
+def test_legacy_files_that_cannot_be_written(launcher, disk, straight):
+    """There is room for the first of the two steps alone: nothing of either stays."""
+    disk.mount(f"size={bytes_on(disk, straight, launcher) * 5 // 4}")
+    job = launcher.run(1, flags(disk.path, more="--ckpt-format torch"))
+    failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: .*No space left", job.output())
+    assert failed == ["2", "4", "6"] and job.iterations()[-1] == 6
+    assert names(disk.path) == []

@@ -1,0 +1,55 @@
+"""What a run leaves on the disk under the rules that keep checkpoints."""
+
+import re
+
+import pytest
+from training_harness import COMMON, LAYOUTS, LLAMA, train
+
+FLAGS = f"--mock-data {LLAMA} --num-layers 2 --train-iters 12 --save-interval 1 "
+MODES = ["", "--async-save"]
+
+
+def kept(directory):
+    assert not list(directory.glob(".*")), "nothing is left of what was removed"
+    return sorted(int(path.name.removeprefix("iter_")) for path in directory.glob("iter_*"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_last_and_every(pool, tmp_path, mode):
+    rules = "--keep-last-n 2 --save-retain-interval 5"
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    flags = f"{FLAGS} {layout} --save {tmp_path}/ --load {tmp_path} {rules} {mode}"
+    pool.run(train, world_size, f"{flags} --exit-interval 7")
+    assert kept(tmp_path) == [5, 6, 7]
+    assert pool.run(train, world_size, flags)[0].iteration == 12
+    assert kept(tmp_path) == [5, 10, 11, 12]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_best(pool, tmp_path, mode):
+    """The lowest of the measured losses, those before a restart included."""
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --keep-best-n 2 --eval-interval 2 --eval-iters 1 {mode}"
+    first = pool.run(train, 1, f"{flags} --exit-interval 7")[0].measured.points
+    second = pool.run(train, 1, flags)[0].measured.points
+    losses = {i: value for (name, i), value in (first | second).items() if name == "lm loss validation"}
+    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
+    best = sorted(losses, key=losses.get)[:2]
+    assert kept(tmp_path) == sorted({*best, 12})
+
+
+def test_the_log_tells_of_it_in_order(launcher, tmp_path):
+    job = launcher.run(1, f"{COMMON} {FLAGS} --train-iters 3 --save {tmp_path} --keep-last-n 1")
+    told = re.findall(r"> (saved|removed) \S*iter_000000(\d)", job.output())
+    assert told == [("saved", "1"), ("saved", "2"), ("removed", "1"), ("saved", "3"), ("removed", "2")]
+
+
+def test_without_rules_everything_stays(pool, tmp_path):
+    pool.run(train, 1, f"{FLAGS} --save {tmp_path}")
+    assert kept(tmp_path) == list(range(1, 13))
+
+
+def test_the_best_by_a_loss_that_nobody_measures(pool):
+    with pytest.raises(ValueError, match=r"--keep-best-n 2 goes by the validation loss: give --eval-interval"):
+        pool.run(train, 1, f"{FLAGS} --keep-best-n 2 --eval-iters 0")
+    with pytest.raises(ValueError, match="--keep-last-n must be positive, got 0"):
+        pool.run(train, 1, f"{FLAGS} --keep-last-n 0")
