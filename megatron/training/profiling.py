@@ -26,6 +26,12 @@ class StepProfiler:
         self._first = self._last = 0
 
     def __enter__(self) -> StepProfiler:
+        """ValueError when traces cannot be written: now, and not when there is one."""
+        if self._wanted:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--profile-dir {self._directory}: traces cannot be written there: {error}") from None
         return self
 
     def before(self, iteration: int) -> None:
@@ -42,7 +48,6 @@ class StepProfiler:
 
     def _start(self, iteration: int) -> None:
         self._wanted, self._first = False, iteration
-        self._directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -36,6 +36,8 @@ class TransformerBlock(MegatronModule):
         self.layers = nn.ModuleList(
             TransformerLayer(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device) for _ in layers
         )
+        for layer in self.layers[1:]:
+            layer.self_attention.share_tables(self.layers[0].self_attention)
         self.final_layernorm = (
             Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device) if post_process else None
         )
