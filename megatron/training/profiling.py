@@ -26,6 +26,12 @@ class StepProfiler:
         self._first = self._last = 0
 
     def __enter__(self) -> StepProfiler:
+        """ValueError when traces cannot be written: now, and not when there is one."""
+        if self._wanted:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--profile-dir {self._directory}: traces cannot be written there: {error}") from None
         return self
 
     def before(self, iteration: int) -> None:
@@ -42,7 +48,6 @@ class StepProfiler:
 
     def _start(self, iteration: int) -> None:
         self._wanted, self._first = False, iteration
-        self._directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -57,10 +62,8 @@ class StepProfiler:
         name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
         trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
         self._profiler.export_chrome_trace(str(trace))
-        on_device = torch.cuda.is_available()
-        table = self._profiler.key_averages().table(
-            sort_by="self_cuda_time_total" if on_device else "self_cpu_time_total", row_limit=40
-        )
+        where = "device" if torch.cuda.is_available() else "cpu"
+        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
         print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
         self._profiler = None

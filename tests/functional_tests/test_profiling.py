@@ -47,6 +47,12 @@ def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
     assert (tmp_path / "rank_0_iterations_4_to_5.pt.trace.json").exists()
 
 
+def test_a_directory_that_cannot_be(pool, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--profile-dir .*/file/traces: traces cannot be written there"):
+        pool.run(traced, 1, f"--profile --profile-dir {tmp_path}/file/traces")
+
+
 def printed(rank, world_size, flags):
     with redirect_stdout(StringIO()) as out:
         train(rank, world_size, FLAGS + flags)
