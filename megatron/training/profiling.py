@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +25,8 @@ class StepProfiler:
         self._wanted = config.profile and rank in (config.profile_ranks or [0])
         self._profiler: profile | None = None
         self._first = self._last = 0
+        if self._wanted:
+            _make_writable(self._directory)
 
     def __enter__(self) -> StepProfiler:
         """ValueError when traces cannot be written: now, and not when there is one."""
@@ -45,6 +48,9 @@ class StepProfiler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._profiler is not None:
             self._finish(self._last)
+        elif self._wanted and kind is None:
+            window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
+            print(f" > WARNING: rank {self._rank} trained none of the iterations {window}: no trace", flush=True)
 
     def _start(self, iteration: int) -> None:
         self._wanted, self._first = False, iteration
@@ -67,3 +73,15 @@ class StepProfiler:
         (self._directory / f"{name}.txt").write_text(table)
         print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
         self._profiler = None
+
+
+def _make_writable(directory: Path) -> None:
+    """ValueError before training if no trace could be written there after it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--profile: no directory {directory} ({error.strerror}): give another --profile-dir"
+        ) from None
+    if not os.access(directory, os.W_OK):
+        raise ValueError(f"--profile: {directory} is not writable: give another --profile-dir")

@@ -59,6 +59,21 @@ def printed(rank, world_size, flags):
     return out.getvalue()
 
 
+def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
+    checkpoints = f"--save {tmp_path / 'c'} --load {tmp_path / 'c'} "
+    pool.run(printed, 1, f"{checkpoints} --exit-interval 3")
+    window = f"--profile --profile-step-start 1 --profile-step-end 3 --profile-dir {tmp_path / 't'}"
+    (text,) = pool.run(printed, 1, f"{checkpoints} {window}")
+    assert "rank 0 trained none of the iterations 1 to 2: no trace" in text
+    assert not list((tmp_path / "t").iterdir())
+
+
+def test_a_place_that_cannot_be_written_ends_the_run_before_it_trains(pool, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="give another --profile-dir"):
+        pool.run(printed, 1, f"--profile --profile-dir {tmp_path / 'file'}")
+
+
 def test_memory_lines(pool):
     text, other = pool.run(printed, 2, "--log-memory-interval 2")
     lines = re.findall(
