@@ -29,12 +29,6 @@ class StepProfiler:
             _make_writable(self._directory)
 
     def __enter__(self) -> StepProfiler:
-        """ValueError when traces cannot be written: now, and not when there is one."""
-        if self._wanted:
-            try:
-                self._directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"--profile-dir {self._directory}: traces cannot be written there: {error}") from None
         return self
 
     def before(self, iteration: int) -> None:
@@ -79,9 +73,8 @@ def _make_writable(directory: Path) -> None:
     """ValueError before training if no trace could be written there after it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError("it is not writable")
     except OSError as error:
-        raise ValueError(
-            f"--profile: no directory {directory} ({error.strerror}): give another --profile-dir"
-        ) from None
-    if not os.access(directory, os.W_OK):
-        raise ValueError(f"--profile: {directory} is not writable: give another --profile-dir")
+        reason = error.strerror or error
+        raise ValueError(f"--profile: no traces in {directory}: {reason}; give another --profile-dir") from None

@@ -49,7 +49,7 @@ def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
 
 def test_a_directory_that_cannot_be(pool, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--profile-dir .*/file/traces: traces cannot be written there"):
+    with pytest.raises(ValueError, match="no traces in .*/file/traces: Not a directory; give another --profile-dir"):
         pool.run(traced, 1, f"--profile --profile-dir {tmp_path}/file/traces")
 
 
@@ -66,12 +66,6 @@ def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
     (text,) = pool.run(printed, 1, f"{checkpoints} {window}")
     assert "rank 0 trained none of the iterations 1 to 2: no trace" in text
     assert not list((tmp_path / "t").iterdir())
-
-
-def test_a_place_that_cannot_be_written_ends_the_run_before_it_trains(pool, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="give another --profile-dir"):
-        pool.run(printed, 1, f"--profile --profile-dir {tmp_path / 'file'}")
 
 
 def test_memory_lines(pool):
