@@ -73,7 +73,7 @@ def _job(
 def _write_objects(
     source: Source, directory: Path, files: int, written: dict[str, FileChecksums]
 ) -> dict[str, Location]:
-    """What Megatron-core asks for, and random number generators, for a run that goes on at the layout they belong to."""
+    """What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to."""
     rng = source.training.rng if source.training is not None else {}
     generators = [ShardedObject(key, read()) for key, read in rng.items()]
     objects = object_file([*extra_states(source.tensors).values(), *generators], 0, files)

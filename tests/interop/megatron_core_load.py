@@ -1,6 +1,6 @@
 """Load a torch_dist checkpoint with real megatron-core on CPU, and compare every value and the logits.
 
-    torchrun --nproc-per-node N megatron_core_load.py DIRECTORY TP [--train]
+    torchrun --nproc-per-node N megatron_core_load.py DIRECTORY TP
 
 Runs in a virtual environment with torch and megatron-core, without this project. DIRECTORY holds `checkpoint` and
 `expected.pt` of `megatron_core_write.py`. What is asked for is what Megatron-LM's trainer asks for: the model is built
@@ -114,9 +114,9 @@ def request(
     model_state = model.sharded_state_dict(metadata=metadata)
     state = {"model": model_state}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    layout = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
+    layout = (1, parallel_state.get_tensor_model_parallel_world_size())
     if is_loading and layout == (args.pipeline_model_parallel_size, args.tensor_model_parallel_size):
-        place = (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
+        place = (0, parallel_state.get_tensor_model_parallel_rank())
         replica = parallel_state.get_data_parallel_rank()
         state["rng_state"] = ShardedObject("rng_state", [], layout, place, replica_id=replica)
     return state

@@ -31,11 +31,27 @@ def check_deepspeed(python: Path, work: Path) -> None:
     for model in sorted(work.iterdir()):
         for ranks in (1, 2):
             for precision in ([], ["--bf16"]):
-                launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-                run(python, *launch, HERE / "deepspeed_load.py", model, *precision, quiet=True)
+                run(python, *torchrun(ranks), HERE / "deepspeed_load.py", model, *precision, quiet=True)
 
 
-PEERS = {"deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed)}
+def check_megatron_core(python: Path, work: Path) -> None:
+    for model in MEGATRON_CORE_MODELS:
+        directory = work / model
+        directory.mkdir()
+        run(Path(sys.executable), *torchrun(4), HERE / "megatron_core_write.py", directory, model, quiet=True)
+        for ranks, tp in ((1, 1), (2, 2), (2, 1)):
+            run(python, *torchrun(ranks), HERE / "megatron_core_load.py", directory, tp, quiet=True)
+
+
+def torchrun(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "gpt2", "gpt2-pp2")
+PEERS = {
+    "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
+    "megatron-core": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
+}
 
 
 def environment(name: str, packages: tuple[str, ...]) -> Path:
