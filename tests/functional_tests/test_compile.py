@@ -26,7 +26,12 @@ def outcome(rank, world_size, flags):
     return train(rank, world_size, "--mock-data --train-iters 3 " + flags, common)
 
 
-@pytest.mark.parametrize("name", RUNS)
+IN_EVERY_RUN = ("llama", "full recomputation")  # the others are slow: each compiles for seconds
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_same_curve_and_same_keys(pool, name):
     world_size, flags = RUNS[name]
     eager = pool.run(outcome, world_size, flags)
@@ -37,6 +42,7 @@ def test_same_curve_and_same_keys(pool, name):
         assert [row[:3] for row in other.boxes] == [row[:3] for row in one.boxes]
 
 
+@pytest.mark.slow
 def test_bf16_is_close(pool):
     """Fused operations round once where separate ones round each time."""
     ((eager,), (compiled,)) = (pool.run(outcome, 1, LLAMA + f"--bf16 {c}", timeout=300) for c in ("", "--compile"))

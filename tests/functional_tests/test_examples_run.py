@@ -84,6 +84,7 @@ def test_single_gpu(trained):
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", list(RUNS)[1:])
 def test_others_at_their_kind_of_layout(script, corpus, tmp_path):
     text = run_script(script, *RUNS[script], corpus, tmp_path)
