@@ -37,15 +37,9 @@ def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
     }
 
 
-def megatron_rng_key(ps: ParallelState) -> str:
-    """Where Megatron-LM, run at the same TP and PP, looks for generators."""
-    return f"rng_state/shard_{ps.pp.rank}.{ps.tp.rank}_{ps.pp.size}.{ps.tp.size}"
-
-
-def megatron_rng_state(rng: TensorParallelRng, ps: ParallelState, seed: int) -> list[dict[str, Any]]:
-    """What Megatron-LM can restore: it insists on CUDA generators, which begin with the seed where we have none."""
+def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
+    """`ours` as Megatron-LM can restore it: it insists on CUDA generators. Without a GPU they are those of the seed."""
     (state,) = initial_rng_state(seed, ps.tp.rank, ps.pp.rank)
-    ours = get_rng_state(rng)
     state |= {name: ours[name] for name in ("random_rng_state", "np_rng_state", "torch_rng_state")}
     if ours["cuda_rng_state"] is not None:
         state["cuda_rng_state"] = ours["cuda_rng_state"]

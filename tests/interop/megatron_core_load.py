@@ -6,25 +6,29 @@ Runs in a virtual environment with torch and megatron-core, without this project
 `expected.pt` of `megatron_core_write.py`. What is asked for is what Megatron-LM's trainer asks for: the model is built
 from the arguments in the checkpoint, keys follow from its `content_metadata`, generators are wanted at the same TP and
 PP. Weights, the distributed optimizer's state (after its own reshuffle into flat shards and back) and parameter groups
-must be the same bits; logits must be ours within 1e-5 in fp32.
+must be the same bits, generators must draw the same numbers, logits must be ours within 1e-5 in fp32.
 """
 
 import argparse
 import math
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
+import megatron.core.optimizer as mcore_optimizer
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.package_info import __version__
 from megatron.core.transformer import TransformerConfig
@@ -32,18 +36,37 @@ from megatron.core.transformer import TransformerConfig
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of logits of about 1: bf16 has 8 bits
 
 
-def stand_in_for_cuda() -> None:
+class CpuForCuda(TorchFunctionMode):
     """megatron-core names the GPU in a few places where it only means "the device of the model"."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):  # the distributed optimizer looks for cuda's names
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The form of Apex's optimizer. With torch's Adam megatron-core 0.16.1 cannot load even what it writes itself: it
+    looks for a `step` in the state of every parameter, which the files have in the groups.
+    """
+
+    def __init__(self, params: list[dict], adam_w_mode: bool, **defaults: Any) -> None:
+        super().__init__(params, defaults | {"bias_correction": True})
+
+
+def stand_in_for_cuda() -> None:
+    CpuForCuda().__enter__()
+    mcore_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
     torch.cuda.current_device = lambda: torch.device("cpu")
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)  # the one that needs no CUDA
-    name_of_type = torch.Tensor.type
-
-    def type_as_if_on_gpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = name_of_type(tensor, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
-
-    torch.Tensor.type = type_as_if_on_gpu  # its distributed optimizer insists on torch.cuda.FloatTensor
-    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
 
 
 def build_model(args: argparse.Namespace, tp: int) -> GPTModel:
@@ -101,10 +124,7 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
         params_dtype=args.params_dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [model])
-    (inner,) = optimizer.chained_optimizers
-    inner._init_optimizer_states_with_dummy_values()  # torch's Adam makes its state in the first step
-    return optimizer
+    return get_megatron_optimizer(config, [model])
 
 
 def request(
@@ -150,7 +170,7 @@ def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
 
 
 def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
-    """Parameter groups as in the file, each the group of its weight decay."""
+    """Parameter groups as in the run, each the group of its weight decay."""
     by_multiplier = {group["wd_mult"]: group for group in stored}
     for group in optimizer.param_groups:
         want = by_multiplier[group["wd_mult"]]
@@ -158,16 +178,26 @@ def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
             assert group[name] == want[name], f"param group {name}: {group[name]}, {want[name]} expected"
 
 
-def check_scheduler(optimizer: MegatronOptimizer, stored: dict) -> None:
-    """megatron-core's schedule goes on where ours stopped, at the learning rate of the files."""
+def check_scheduler(optimizer: MegatronOptimizer, stored: dict, expected: dict) -> None:
+    """megatron-core's schedule goes on where ours stopped, at the same learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     scheduler = OptimizerParamScheduler(
         optimizer, 0.0, 1.0, 0.5, 0, 1, "constant", 0.0, 0.0, 0, "constant", use_checkpoint_opt_param_scheduler=True
     )
     scheduler.load_state_dict(stored)
-    assert scheduler.num_steps == stored["num_steps"]
+    for name in ("num_steps", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"):
+        assert getattr(scheduler, name) == expected[name], f"{name}: {getattr(scheduler, name)}, not {expected[name]}"
     now = [group["lr"] for group in optimizer.param_groups]
     assert all(abs(a - b) <= 1e-12 for a, b in zip(rates, now, strict=True)), f"{now}, {rates} expected"
+
+
+def check_generators(state: dict, expected: list[float]) -> None:
+    """Restored as Megatron-LM's trainer does, those of the CPU draw what comes next in our run."""
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    drawn = [random.random(), float(np.random.random()), torch.rand(()).item()]
+    assert drawn == expected, f"random numbers: {drawn}, {expected} expected"
 
 
 @torch.no_grad()
@@ -210,22 +240,27 @@ def main() -> None:
     assert not missing, f"not in the checkpoint: {missing}"
     surplus = {key for key in unused if not key.endswith("_extra_state") and key != "rng_state"}
     assert not surplus, f"in the checkpoint, but not asked for: {surplus}"
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
 
-    # Phase 2: compare what it has made of it.
-    held = request(args, metadata, model, optimizer, is_loading=False)
-    keys = compare(held, expected["tensors"])
-    assert keys == expected["tensors"].keys(), keys ^ expected["tensors"].keys()
-    check_groups(optimizer, common["optimizer"]["optimizer"]["param_groups"])
-    check_scheduler(optimizer, common["opt_param_scheduler"])
+    # Phase 2: the weights, before the optimizer puts its main parameters in their place.
+    model.load_state_dict(state["model"])
+    weights = compare(model.sharded_state_dict(metadata=metadata), expected["tensors"])
     error = check_logits(model, expected, args.params_dtype)
+
+    # Phase 3: the optimizer, and all that goes on with it.
+    optimizer.load_state_dict(state["optimizer"])
+    keys = compare(request(args, metadata, model, optimizer, is_loading=False), expected["tensors"])
+    assert keys == expected["tensors"].keys(), keys ^ expected["tensors"].keys()
+    assert weights == {key for key in keys if not key.startswith("optimizer.")}, weights
+    check_groups(optimizer, expected["param_groups"])
+    check_scheduler(optimizer, common["opt_param_scheduler"], expected["opt_param_scheduler"])
+    if "rng_state" in state:
+        check_generators(state["rng_state"][0], expected["next_numbers"][dist.get_rank()])
     if dist.get_rank() == 0:
         layout = f"TP{options.tp} DP{dist.get_world_size() // options.tp}"
-        rng = ", generators" if "rng_state" in state else ""
+        rng = ", random numbers go on" if "rng_state" in state else ""
         print(
-            f"megatron-core {__version__}: {options.directory.name}, {layout}: {len(keys)} tensors{rng}: same bits; "
-            f"logits within {error:.1e}: ok"
+            f"megatron-core {__version__}: {options.directory.name}, {layout}: {len(keys)} tensors, same bits{rng}; "
+            f"logits up to {expected['logits'].abs().max():.1f} within {error:.1e}: ok"
         )
     dist.destroy_process_group()
 
