@@ -33,7 +33,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.package_info import __version__
 from megatron.core.transformer import TransformerConfig
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of logits of about 1: bf16 has 8 bits
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.016}  # logits are about 1: four steps of bf16
 
 
 class CpuForCuda(TorchFunctionMode):
