@@ -1,4 +1,4 @@
-"""What is to be measured on a GPU, in one run: training speed beside transformers, saves behind training, a profile.
+"""What is to be measured on a GPU: training speed beside transformers, checkpoints behind training, a profile.
 
     python benchmarks/gpu.py                                  # all of it, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
@@ -111,15 +111,14 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
             peer = run(["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *extra])
             memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
             assert memory is not None
-            peer_times = [float(line) for line in re.findall(r"^[\d.]+$", peer, re.MULTILINE)][
-                options.iterations // 4 :
-            ]
-            for who, times in {"ours": iteration_times(output), "transformers": peer_times}.items():
+            peer_times = [float(line) for line in re.findall(r"^[\d.]+$", peer, re.MULTILINE)]
+            warmed_up = peer_times[options.iterations // 4 :]
+            for who, times in {"ours": iteration_times(output), "transformers": warmed_up}.items():
                 seconds = statistics.median(times) / 1e3
+                speed, tokens = work / seconds, shape.seq * shape.batch / seconds
                 lines.append(
-                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
-                    f"{shape.seq * shape.batch / seconds:9.0f} tokens/s "
-                    f"{work / seconds / 1e12:8.3g} TFLOP/s  MFU {100 * work / seconds / ceiling:5.1f} %"
+                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} tokens/s "
+                    f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
                 )
             planned = planned_memory(shape, options.iterations)
             lines.append(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
@@ -142,12 +141,11 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
     with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
     gigabytes = re.search(r"; ([\d.]+) GB at", output)
     assert gigabytes is not None
+    cost, held = 100 * (with_saves / plain - 1), statistics.median(blocking)
     return [
         f"checkpoint: {name}, {gigabytes[1]} GB, every 10 iterations, {len(blocking)} saves in {whole:.0f} s",
-        f"  iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them "
-        f"({100 * (with_saves / plain - 1):+.1f} %)",
-        f"  blocking per save: {statistics.median(blocking):.0f} ms, "
-        f"{100 * statistics.median(blocking) / plain:.1f} % of an iteration",
+        f"  iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
+        f"  blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
     ]
 
 

@@ -96,8 +96,8 @@ class ActivationMemory:
         return self.seq_length**2 * self.itemsize if self.config.window_size is not None else 0
 
     @property
-    def layer_tables(self) -> int:
-        """What a layer keeps between iterations: rotary tables, fixed masks."""
+    def tables(self) -> int:
+        """What the layers of a chunk keep together between iterations: rotary tables, fixed masks."""
         c, total = self.config, 0
         if c.position_embedding_type == "rope":
             total += self.seq_length * int(c.head_dim * c.rotary_percent) * self.itemsize

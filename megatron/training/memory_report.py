@@ -12,10 +12,10 @@ import torch.distributed as dist
 _STATM = Path("/proc/self/statm")  # Linux
 
 
-def memory() -> dict[str, float]:
-    """Numbers of this process; those called bytes are."""
-    if torch.cuda.is_available():
-        stats = torch.cuda.memory_stats()
+def memory(device: torch.device) -> dict[str, float]:
+    """Numbers of this process, which trains on `device`; those called bytes are."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
         return {
             "mem-allocated-bytes": stats.get("allocated_bytes.all.current", 0),
             "mem-max-allocated-bytes": stats.get("allocated_bytes.all.peak", 0),
@@ -29,10 +29,10 @@ def memory() -> dict[str, float]:
     return values
 
 
-def memory_line(iteration: int) -> str:
+def memory_line(iteration: int, device: torch.device) -> str:
     """The largest of every number over all ranks, with the rank that has it. Collective."""
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, memory())
+    dist.all_gather_object(gathered, memory(device))
     parts = []
     for name in gathered[0]:
         largest = max(range(len(gathered)), key=lambda rank: gathered[rank][name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +25,8 @@ class StepProfiler:
         self._wanted = config.profile and rank in (config.profile_ranks or [0])
         self._profiler: profile | None = None
         self._first = self._last = 0
+        if self._wanted:
+            _make_writable(self._directory)
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -39,10 +42,12 @@ class StepProfiler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._profiler is not None:
             self._finish(self._last)
+        elif self._wanted and kind is None:
+            window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
+            print(f" > WARNING: rank {self._rank} trained none of the iterations {window}: no trace", flush=True)
 
     def _start(self, iteration: int) -> None:
         self._wanted, self._first = False, iteration
-        self._directory.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -57,10 +62,19 @@ class StepProfiler:
         name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
         trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
         self._profiler.export_chrome_trace(str(trace))
-        on_device = torch.cuda.is_available()
-        table = self._profiler.key_averages().table(
-            sort_by="self_cuda_time_total" if on_device else "self_cpu_time_total", row_limit=40
-        )
+        where = "device" if torch.cuda.is_available() else "cpu"
+        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
         print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
         self._profiler = None
+
+
+def _make_writable(directory: Path) -> None:
+    """ValueError before training if no trace could be written there after it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--profile: no traces in {directory}: {reason}; give another --profile-dir") from None

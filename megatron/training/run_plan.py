@@ -107,7 +107,7 @@ def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num
         weights=numel * config.model.params_dtype.itemsize,
         gradients=numel * 4,
         optimizer=numel // shards * _optimizer_bytes(config, main_parameters=config.model.params_dtype.itemsize < 4),
-        tables=sum(chunk.num_layers for chunk in chunks) * activations.layer_tables,
+        tables=len(chunks) * activations.tables,
         activations=kept,
         temporary=temporary,
     )

@@ -161,7 +161,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
             if _is_multiple(iteration, run.config.profiling.log_memory_interval):
-                print_rank_0(memory_line(iteration))
+                print_rank_0(memory_line(iteration, run.device))
             if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
@@ -254,7 +254,7 @@ def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Se
     for writer in writers:
         writer.interval(interval)
         if run.config.logging.log_memory_to_tensorboard:
-            writer.scalars(memory(), interval.last.iteration)
+            writer.scalars(memory(run.device), interval.last.iteration)
         if run.config.logging.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)

@@ -11,12 +11,13 @@ from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
 ROOT = Path(__file__).parents[2]
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
 RUNS = {
-    "llama": (1, LLAMA),
+    "llama, evaluated": (1, LLAMA + "--eval-iters 1 --eval-interval 2 "),
     "gpt2 with dropout": (1, GPT2 + "--hidden-dropout 0.1 --attention-dropout 0.1 "),
     "norms of heads, window": (1, LLAMA + "--qk-layernorm --window-size 5,0 --rotary-percent 0.5 "),
     "full recomputation": (1, LLAMA + FULL),
     "selective recomputation": (1, LLAMA + "--recompute-granularity selective "),
     "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
+    "pipeline": (2, LLAMA + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "),
     "data parallel": (2, LLAMA + DISTRIBUTED_OPTIMIZER),
 }
 
@@ -26,7 +27,7 @@ def outcome(rank, world_size, flags):
     return train(rank, world_size, "--mock-data --train-iters 3 " + flags, common)
 
 
-IN_EVERY_RUN = ("llama", "full recomputation")  # the others are slow: each compiles for seconds
+IN_EVERY_RUN = ("llama, evaluated", "full recomputation")  # the others are slow: each compiles for seconds
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_same_curve_and_same_keys(pool, name):
     eager = pool.run(outcome, world_size, flags)
     compiled = pool.run(outcome, world_size, flags + "--compile", timeout=300)
     for one, other in zip(eager, compiled, strict=True):
+        assert other.measured.points == pytest.approx(one.measured.points, rel=1e-5)  # evaluations
         assert other.measured.losses == pytest.approx(one.measured.losses, rel=1e-5)
         assert other.measured.grad_norms == pytest.approx(one.measured.grad_norms, rel=1e-4)
         assert [row[:3] for row in other.boxes] == [row[:3] for row in one.boxes]

@@ -47,10 +47,25 @@ def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
     assert (tmp_path / "rank_0_iterations_4_to_5.pt.trace.json").exists()
 
 
+def test_a_directory_that_cannot_be(pool, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="no traces in .*/file/traces: Not a directory; give another --profile-dir"):
+        pool.run(traced, 1, f"--profile --profile-dir {tmp_path}/file/traces")
+
+
 def printed(rank, world_size, flags):
     with redirect_stdout(StringIO()) as out:
         train(rank, world_size, FLAGS + flags)
     return out.getvalue()
+
+
+def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
+    checkpoints = f"--save {tmp_path / 'c'} --load {tmp_path / 'c'} "
+    pool.run(printed, 1, f"{checkpoints} --exit-interval 3")
+    window = f"--profile --profile-step-start 1 --profile-step-end 3 --profile-dir {tmp_path / 't'}"
+    (text,) = pool.run(printed, 1, f"{checkpoints} {window}")
+    assert "rank 0 trained none of the iterations 1 to 2: no trace" in text
+    assert not list((tmp_path / "t").iterdir())
 
 
 def test_memory_lines(pool):

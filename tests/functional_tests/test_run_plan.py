@@ -34,6 +34,7 @@ RUNS = {  # name -> (processes, flags)
     "gpt2": (1, ""),
     "sgd": (1, UNTIED + "--optimizer sgd"),
     "window": (1, UNTIED + "--window-size 32,0"),
+    "alibi": (1, "--position-embedding-type alibi"),
     "qk norm": (1, UNTIED + "--qk-layernorm"),
     "selective": (1, UNTIED + "--recompute-granularity selective"),
     "full, uniform": (1, UNTIED + FULL.format("uniform", 2) + "--bf16"),

@@ -39,6 +39,9 @@ def test_kubernetes(tmp_path):
     config = parse_args(launch.flags, launch.world_size)
     assert config.parallel.dp_size(launch.world_size) == 4
     assert config.checkpoint.save == "/data/run/checkpoints"
+    text = (ROOT / "examples/kubernetes/pytorchjob.yaml").read_text()
+    grace = int(re.search(r"terminationGracePeriodSeconds: (\d+)", text)[1])
+    assert config.training.exit_signal_handler and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
 
 
 @pytest.mark.parametrize(("reached", "requeued"), [(None, True), ("100", True), ("200000", False)])

@@ -44,6 +44,8 @@ def test_what_is_not_sent_to_the_builder():
     ignored = tool.ignore_pattern((ROOT / ".dockerignore").read_text())
     for path in (".git/HEAD", ".venv/bin/python", "megatron/core/__pycache__/a.pyc", "megatron/core/datasets/h.so"):
         assert ignored.fullmatch(path), path
+    of_git = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "*" not in line]
+    assert ".venv-interop" in of_git and all(ignored.fullmatch(path) for path in of_git), "nothing that git ignores"
     for path in (".gitignore", "setup.py", "megatron/core/module.py", "examples/demo/run.sh", "tests/distributed.py"):
         assert not ignored.fullmatch(path), path
 
