@@ -207,7 +207,7 @@ def _generators(files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout)
         return lambda: in_memory(state)
 
     return {
-        rng_key(rank, layout): reader(content["rng_state"])
+        rng_key(rank, layout.parallel): reader(content["rng_state"])
         for rank, content in files.items()
         if content.get("rng_state") is not None
     }

@@ -193,7 +193,7 @@ class _Contents:
 
     def _generators(self, training: TrainingState, layout: Layout, tp: int, pp: int) -> list[dict[str, Any]]:
         """Those of the source if it had them for this rank of this layout, else as a run begins with its seed."""
-        key = rng_key((tp, pp), layout)
+        key = rng_key((tp, pp), layout.parallel)
         if key in training.rng:
             state: list[dict[str, Any]] = training.rng[key]()
             return state

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.conversion.rank_layout import Layout
+from megatron.core.parallel_state import ParallelConfig
 
 _MODEL_PARALLEL, _EXPERT_PARALLEL, _PER_STAGE = 2718, 1024, 100  # how Megatron-LM spreads one seed over its ranks
 
 
-def rng_key(rank: tuple[int, int], layout: Layout) -> str:
+def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
     """The key in torch_dist of the generators of a model-parallel rank (tp, pp)."""
     tp, pp = rank
-    return f"rng_state/shard_{pp}.{tp}_{layout.parallel.pp_size}.{layout.parallel.tp_size}"
+    return f"rng_state/shard_{pp}.{tp}_{parallel.pp_size}.{parallel.tp_size}"
 
 
 def initial_rng_state(seed: int, tp: int, pp: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.extra_states import is_extra_state
 from megatron.conversion.flat_buffer import fit_buckets
 from megatron.conversion.megatron_common import arguments, param_groups, stored_model, training_state
 from megatron.conversion.model_config import WORD_EMBEDDINGS, model_tensors
@@ -181,6 +182,6 @@ def _bucket_of(key: str) -> tuple[int, int, int, str]:
 
 def _is_known_object(key: str) -> bool:
     """Objects that carry nothing to convert, or that are read elsewhere."""
-    return "_extra_state/" in key or key.startswith(
+    return is_extra_state(key) or key.startswith(
         ("rng_state/", "optimizer.distributed.", "common_state/", "rerun_state")
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.extra_states import extra_states
 from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.model_space import Source, TensorInfo
 from megatron.core.dist_checkpointing.archive import tensor_envelope
@@ -50,7 +51,7 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
     try:
         jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
         run_jobs(jobs, files)
-        objects = _write_generators(source, save.pending, files, written)
+        objects = _write_objects(source, save.pending, files, written)
         metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
         save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
     except BaseException as error:
@@ -69,12 +70,13 @@ def _job(
     return job
 
 
-def _write_generators(
+def _write_objects(
     source: Source, directory: Path, files: int, written: dict[str, FileChecksums]
 ) -> dict[str, Location]:
-    """The state of random number generators, for a run that goes on at the layout it belongs to."""
+    """What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to."""
     rng = source.training.rng if source.training is not None else {}
-    objects = object_file([ShardedObject(key, read()) for key, read in rng.items()], 0, files)
+    generators = [ShardedObject(key, read()) for key, read in rng.items()]
+    objects = object_file([*extra_states(source.tensors).values(), *generators], 0, files)
     if objects.content:
         write_durably(directory / objects.name, objects.content)
         written[objects.name] = checksums_of(objects.content)
@@ -85,6 +87,9 @@ def common_state(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
     args = dict(source.args) | {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
+    args["no_save_optim"] = training is None or training.param_groups is None
+    args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
     common: dict[str, Any] = {

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.conversion.extra_states import extra_states, is_extra_state
+from megatron.conversion.megatron_rng import rng_key as megatron_rng_key
 from megatron.conversion.model_space import Source
 from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -22,7 +24,7 @@ from megatron.training.foreign import load_foreign
 from megatron.training.initialize import print_rank_0, seed_everything
 from megatron.training.legacy_save import layout_of
 from megatron.training.retention import VALIDATION_LOSS, remove_leftovers
-from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
+from megatron.training.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.run import Run, TrainState
 from megatron.training.tokenizer import padded_vocab_size
 
@@ -41,13 +43,24 @@ CONTENT_METADATA = {
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     """Save the run under `root` and move the tracker. Collective."""
     config = run.config.checkpoint
-    state = model_state(run)
+    model = model_state(run)
+    state: ShardedStateDict = {**model, **extra_states(model)}
     if not config.no_save_optim:
-        state |= run.optimizer.sharded_state_dict(state)
+        state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
-        state[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), get_rng_state(run.rng))
+        state |= _generators(run)
     legacy = layout_of(run.config) if ckpt_format == "torch" else None
     run.saver.save(state, Path(root), run.state.iteration, common_state(run), legacy)
+
+
+def _generators(run: Run) -> ShardedStateDict:
+    """Those of this rank for us, those of the model-parallel rank for Megatron-LM."""
+    ps, ours = run.ps, get_rng_state(run.rng)
+    generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
+    if ps.dp.rank == 0:
+        key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
+        generators[key] = ShardedObject(key, megatron_rng_state(ours, ps, run.config.training.seed))
+    return generators
 
 
 def model_state(run: Run) -> ShardedStateDict:
@@ -147,8 +160,13 @@ def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], 
 
 
 def _left_out(key: str, with_optimizer: bool) -> bool:
-    """Keys of a checkpoint that a load passes over on purpose: generators of other places, an optimizer not wanted."""
-    return key.startswith("rng_state/") or (key.startswith("optimizer.") and not with_optimizer)
+    """Keys of a checkpoint that a load passes over on purpose.
+
+    Generators of other places, an optimizer that is not wanted, and what is there for Megatron-core only.
+    """
+    if key.startswith("optimizer."):
+        return not with_optimizer
+    return key.startswith("rng_state/") or is_extra_state(key)
 
 
 def prepare_directories(run: Run, source: Source | None) -> tuple[Path | None, bool]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, assert_same_bits, train, whole
 
+from megatron.conversion.extra_states import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.dist_checkpointing import Reader
 from megatron.training.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -60,6 +62,22 @@ def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(pool, tmp_pat
         assert_same_bits(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         resumed = pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}")
         assert close(losses(resumed), uninterrupted[model][4:]), layout
+
+
+def test_a_save_holds_what_megatron_core_asks_for(pool, tmp_path):
+    """An extra state of every module that has one, and the generators of each model-parallel rank in its form."""
+    train_to_4(pool, "llama", "tp2_pp2", tmp_path)
+    reader = Reader(tmp_path / "iter_0000004")
+    modules = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
+    modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
+    wanted = {f"decoder.layers.{layer}.{module}" for layer in range(4) for module in modules}
+    found = {key.removesuffix("._extra_state/shard_0_1") for key in reader.metadata.objects if is_extra_state(key)}
+    assert found == wanted | {"decoder.final_layernorm"}
+    for pp, tp in np.ndindex(2, 2):
+        (theirs,) = reader.read_object(f"rng_state/shard_{pp}.{tp}_2.2")
+        ours = reader.read_object(f"rng_state/shard_{pp}.{tp}.0_2.2.1")
+        assert theirs["random_rng_state"] == ours["random_rng_state"]
+        assert torch.equal(theirs["torch_rng_state"], ours["torch_rng_state"])
 
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -120,6 +138,7 @@ def test_finetune_takes_weights_only(pool, tmp_path):
 def test_no_load_optim_keeps_the_position(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4 --no-save-optim --no-save-rng")
+    assert all(is_extra_state(key) for key in Reader(tmp_path / "iter_0000004").metadata.objects)
     with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")

@@ -34,6 +34,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron.conversion.detect import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
+from megatron.conversion.extra_states import is_extra_state  # noqa: E402
 from megatron.conversion.load_plan import plan_load  # noqa: E402
 from megatron.conversion.model_space import Shape, TensorInfo  # noqa: E402
 from megatron.conversion.rank_layout import Layout  # noqa: E402
@@ -160,8 +161,7 @@ def print_show(result: dict[str, Any]) -> None:
     kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in result["bytes_by_kind"].items())
     print(f"  tensors    {result['num_tensors']}, {_size(result['bytes'])} ({kinds})")
     if "files" in result:
-        more = " ..." if len(result["objects"]) > 3 else ""
-        print(f"  objects    {len(result['objects'])}: {', '.join(result['objects'][:3])}{more}")
+        print(f"  objects    {_objects(result['objects'])}")
         print(f"  checksums  {'yes' if result['checksums'] else 'no (written by another program)'}")
         sizes = [size for size in result["files"].values() if size is not None]
         if sizes:
@@ -175,6 +175,12 @@ def print_show(result: dict[str, Any]) -> None:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         chunks = tensor.get("chunks", "")
         print(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {_size(tensor['bytes']):>10}  {chunks:>6}")
+
+
+def _objects(keys: list[str]) -> str:
+    named = [key for key in keys if not is_extra_state(key)]
+    more = " ..." if len(named) > 3 else ""
+    return f"{len(keys)}, of which {len(keys) - len(named)} extra states: {', '.join(named[:3])}{more}"
 
 
 # verify

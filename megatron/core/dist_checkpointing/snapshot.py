@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +24,22 @@ class ObjectFile(NamedTuple):
     locations: dict[str, Location]
 
 
-def object_file(objects: Iterable[ShardedObject], rank: int, workers: int) -> ObjectFile:
-    """`__{rank}_{workers}.distcp`. Raises CheckpointError for a value that could not be read back."""
+def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
+    """`__{rank}_{workers}.distcp`; one object under several keys is stored once.
+
+    Raises CheckpointError for a value that could not be read back.
+    """
     name = f"__{rank}_{workers}.distcp"
     content, locations = bytearray(), {}
+    stored: dict[int, Location] = {}
     for entry in objects:
+        if id(entry.value) in stored:
+            locations[entry.key] = stored[id(entry.value)]
+            continue
         archive = object_archive(entry.value)
         safe_load(archive, where=entry.key, placeholders=False)
         padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
-        locations[entry.key] = Location(name, len(content), len(padded))
+        locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))
         content += padded
     return ObjectFile(name, bytes(content), locations)
 

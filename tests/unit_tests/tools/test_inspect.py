@@ -60,6 +60,9 @@ def test_show_of_megatron_checkpoints(capsys):
     code, legacy = json_of(capsys, "show", LLAMA / "legacy")
     assert code == 0 and legacy["format"] == "legacy" and legacy["layout"] == shown["layout"]
     assert legacy["bytes"] == shown["bytes"]
+    main(["show", str(LLAMA / "torch_dist_fully_reshardable")])
+    objects = next(line for line in capsys.readouterr().out.splitlines() if "  objects " in line)
+    assert "16 extra states: " in objects and "_extra_state" not in objects, objects
 
 
 def test_verify(run, capsys):

@@ -1,17 +1,24 @@
 """Threads, device, seeds."""
 
 import os
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.conversion.megatron_rng import rng_key as megatron_rng_key
+from megatron.core.dist_checkpointing import Reader
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
 from megatron.training.initialize import choose_device, initialize, lost_ranks_explained, num_threads, seed_everything
-from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
+from megatron.training.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
+
+GOLDEN = Path(__file__).parents[2] / "golden/megatron_lm"
+MEGATRON_LM = GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable/iter_0000005"
 
 
 def test_threads(monkeypatch):
@@ -80,6 +87,23 @@ def test_state_of_the_generators_is_restored():
 def test_key_of_the_generators_tells_place_and_layout():
     ps = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
     assert rng_key(ps) == "rng_state/shard_1.1.0_2.2.2"
+    assert megatron_rng_key((1, 0), ParallelConfig(4, 2)) == "rng_state/shard_0.1_2.4"
+
+
+def test_generators_for_megatron_have_its_form():
+    ps = ParallelState.for_rank(ParallelConfig(2, 2), 4, 3)
+    (theirs,) = Reader(MEGATRON_LM).read_object(megatron_rng_key((1, 1), ParallelConfig(2, 2)))
+    random.seed(5)
+    torch.manual_seed(6)
+    (ours,) = megatron_rng_state(get_rng_state(TensorParallelRng(7, 1)), ps, seed=1234)
+    assert ours.keys() == theirs.keys() and ours["rng_tracker_states"].keys() == theirs["rng_tracker_states"].keys()
+    for name in ("cuda_rng_state", "torch_rng_state"):
+        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
+    assert ours["random_rng_state"] == random.getstate() and torch.equal(ours["torch_rng_state"], torch.get_rng_state())
+    np.random.set_state(ours["np_rng_state"])
+    if not torch.cuda.is_available():
+        model_parallel = ours["rng_tracker_states"]["model-parallel-rng"].tolist()
+        assert model_parallel[:8] == list((1234 + 100 + 2718 + 1).to_bytes(8, "little"))
 
 
 def test_only_failures_of_communication_are_explained_as_lost_ranks():
