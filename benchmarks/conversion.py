@@ -9,10 +9,12 @@ yardstick of its speed.
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,9 +39,9 @@ def train_one_step(directory: Path, args: argparse.Namespace) -> None:
     run([sys.executable, "pretrain_gpt.py", *flags.split()])
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a process."""
-    began = time.perf_counter()
+def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
+    """Seconds, peak resident bytes of a process, and the most it had on disk below `root`."""
+    began, disk = time.perf_counter(), DiskUse(root)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
     ) as process:
@@ -49,7 +51,34 @@ def run(command: list[str]) -> tuple[float, int]:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{output.decode(errors='replace')[-4000:]}")
-    return time.perf_counter() - began, usage.ru_maxrss << 10
+    return time.perf_counter() - began, usage.ru_maxrss << 10, disk.stop()
+
+
+class DiskUse:
+    """Watches the bytes allocated below a directory."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root, self._peak, self._done = root, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while self._root is not None and not self._done.wait(0.1):
+            self._peak = max(self._peak, allocated(self._root))
+
+    def stop(self) -> int:
+        self._done.set()
+        self._thread.join()
+        return self._peak
+
+
+def allocated(root: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return total
 
 
 def files(directory: Path) -> list[Path]:
@@ -73,7 +102,8 @@ def convert(root: Path, source: str, saver: str, args: argparse.Namespace, start
     command += [str(target), "--saver", saver, "--workers", str(args.workers)]
     if source == "universal":
         command += ["--loader", "universal"]
-    seconds, memory = run(command)
+    seconds, memory, disk = run(command, root)
+    extra = max(0, disk - allocated(root))
     nbytes = sum(path.stat().st_size for path in files(target))
     copying = copy(target, copied)
     shutil.rmtree(copied)
@@ -81,7 +111,7 @@ def convert(root: Path, source: str, saver: str, args: argparse.Namespace, start
     print(
         f"{name:26}{nbytes / 1e9:6.2f} GB {seconds:7.1f} s {nbytes / seconds / 1e9:6.2f} GB/s   cp {copying:5.1f} s "
         f"{nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, {copying / (seconds - start_up):5.2f}x "
-        f"without start-up   peak {memory / 1e6:6.0f} MB",
+        f"without start-up   peak {memory / 1e6:6.0f} MB   extra disk {extra / 1e6:4.0f} MB",
         flush=True,
     )
     if (root / saver).exists():

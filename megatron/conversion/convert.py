@@ -216,6 +216,7 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
 def _put_in_place(partial: Path, target: Path) -> None:
     old = target.with_name(f".{target.name}.replaced")
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed after its renames
         os.replace(target, old)
     os.replace(partial, target)
     shutil.rmtree(old, ignore_errors=True)

@@ -11,6 +11,7 @@ import torch
 
 from megatron.conversion.files import Progress
 from megatron.conversion.model_space import Shape, Source
+from megatron.core.dist_checkpointing.files import naming
 
 _BLOCK = 32 << 20  # bytes read at once
 
@@ -56,8 +57,9 @@ def _pwrite(path: Path, tensor: torch.Tensor, position: int) -> None:
     view = memoryview(array)
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        while view:
-            count = os.pwrite(descriptor, view, position)
-            view, position = view[count:], position + count
+        with naming(path):
+            while view:
+                count = os.pwrite(descriptor, view, position)
+                view, position = view[count:], position + count
     finally:
         os.close(descriptor)

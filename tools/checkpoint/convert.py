@@ -18,8 +18,9 @@ if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
 
 import argparse  # noqa: E402
+import signal  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -114,12 +115,23 @@ def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
         )
 
 
+def stop(number: int, frame: object) -> NoReturn:
+    """What was written so far is removed on the way out."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         args, given = parse(sys.argv[1:])
         outcome = run(args, given)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
+    except SystemExit as error:
+        if error.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            print("interrupted: nothing was written", file=sys.stderr)
+        raise
     print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
     for name in outcome.not_carried:
         print(f"   not carried: {name}")
