@@ -49,9 +49,10 @@ def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+    peak = disk.stop()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{output.decode(errors='replace')[-4000:]}")
-    return time.perf_counter() - began, usage.ru_maxrss << 10, disk.stop()
+    return time.perf_counter() - began, usage.ru_maxrss << 10, peak
 
 
 class DiskUse:

@@ -1,13 +1,16 @@
 """From training to transformers and back: the same next tokens, and a fine-tune that starts at the same loss."""
 
+import json
 import shlex
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from training_harness import COMMON, LAYOUTS, MODELS, train
 
-from megatron.conversion.convert import convert
+from megatron.conversion.convert import Options, convert
 from megatron.training.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -73,3 +76,44 @@ def test_a_fine_tune_from_the_model_starts_at_the_same_loss(pool, trained, layou
     from_scratch = pool.run(train, world_size, flags)[0].measured.losses
     assert from_hf == from_run and len(from_hf) == 2
     assert from_hf[0] != from_scratch[0]
+
+
+def truncated_config(directory):
+    (directory / "config.json").write_text((directory / "config.json").read_text()[:50])
+    return r"config\.json is not valid JSON"
+
+
+def unknown_field(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"logit_scale": 2.0}))
+    return "may change what the model computes: logit_scale = 2.0"
+
+
+def truncated_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    return r"model\.safetensors .* truncated or damaged"
+
+
+@pytest.mark.parametrize("damage", [truncated_config, unknown_field, truncated_weights])
+def test_a_damaged_model_is_no_start(pool, trained, tmp_path, damage):
+    """Not even beside --save, where a directory without a checkpoint means a new run."""
+    model, _, hf = trained
+    shutil.copytree(hf, tmp_path / "hf")
+    reason = damage(tmp_path / "hf")
+    with pytest.raises(ValueError, match=reason):
+        pool.run(train, 1, f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --save {tmp_path / 'hf'}")
+
+
+def test_a_fine_tune_leaves_the_optimizer_beside_a_model_alone(pool, trained, tmp_path):
+    """The weights may have been changed since: it belongs to a run that goes on, which then is told."""
+    model, run, hf = trained
+    convert(run, tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+    path = tmp_path / "hf/model.safetensors"
+    weights = load_file(path)
+    save_file({name: 1.01 * value for name, value in weights.items()}, path, metadata={"format": "pt"})
+    flags = f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --exit-interval 1"
+    from_changed = pool.run(train, 1, f"{flags} --finetune")[0]
+    assert from_changed.iteration == 1
+    with pytest.raises(ValueError, match=r"was changed after the export"):
+        pool.run(train, 1, f"{flags} --train-iters 9")
