@@ -2,7 +2,8 @@
 
 The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the tool, whose peak memory
 must stay below 600 MB + 3 times the largest tensor; `cp` of what it wrote (with fsync, as the tool does) is the
-yardstick of its speed.
+yardstick of its speed. Both find what they read in the page cache or, with --cold, both on disk. They take turns, and
+the median of each counts.
 
     python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters, bf16
     python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -19,12 +21,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SAVERS = {  # what is written -> flags of the tool
+    "torch_dist": ["--saver", "torch_dist"],
+    "legacy": ["--saver", "legacy"],
+    "hf": ["--saver", "hf"],
+    "hf+optimizer": ["--saver", "hf", "--save-optim-sidecar"],
+    "universal": ["--saver", "universal"],
+}
 PAIRS = (
-    ("torch_dist", "hf"),
     ("torch_dist", "legacy"),
     ("legacy", "torch_dist"),
     ("torch_dist", "universal"),
     ("universal", "torch_dist"),
+    ("torch_dist", "hf+optimizer"),
+    ("hf+optimizer", "torch_dist"),
+    ("torch_dist", "hf"),
     ("hf", "torch_dist"),
 )
 
@@ -86,6 +97,17 @@ def files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
+def settle(directory: Path, cold: bool) -> None:
+    """Bring the files into the page cache, or drop them from it: they must be clean."""
+    for path in files(directory):
+        with path.open("rb", buffering=0) as file:
+            if cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(16 << 20):
+                    pass
+
+
 def copy(source: Path, target: Path) -> float:
     """Seconds of `cp -r` and an fsync of every file."""
     began = time.perf_counter()
@@ -97,28 +119,33 @@ def copy(source: Path, target: Path) -> float:
     return time.perf_counter() - began
 
 
-def convert(root: Path, source: str, saver: str, args: argparse.Namespace, start_up: float) -> None:
-    target, copied = root / f"{source}_to_{saver}", root / "copy"
+def convert(root: Path, source: str, result: str, args: argparse.Namespace, start_up: float) -> None:
+    target, copied = root / f"{source}_to_{result}", root / "copy"
     command = [sys.executable, "tools/checkpoint/convert.py", "--load-dir", str(root / source), "--save-dir"]
-    command += [str(target), "--saver", saver, "--workers", str(args.workers)]
-    if source == "universal":
-        command += ["--loader", "universal"]
-    seconds, memory, disk = run(command, root)
-    extra = max(0, disk - allocated(root))
+    command += [str(target), *SAVERS[result], "--workers", str(args.workers)]
+    times, copies, memory, extra = [], [], 0, 0
+    for _ in range(args.turns):
+        shutil.rmtree(target, ignore_errors=True)
+        settle(root / source, args.cold)
+        seconds, resident, disk = run(command, root)
+        times.append(seconds)
+        memory, extra = max(memory, resident), max(extra, disk - allocated(root))
+        settle(target, args.cold)
+        copies.append(copy(target, copied))
+        shutil.rmtree(copied)
+    seconds, copying = statistics.median(times), statistics.median(copies)
     nbytes = sum(path.stat().st_size for path in files(target))
-    copying = copy(target, copied)
-    shutil.rmtree(copied)
-    name = f"{source} -> {saver}"
     print(
-        f"{name:26}{nbytes / 1e9:6.2f} GB {seconds:7.1f} s {nbytes / seconds / 1e9:6.2f} GB/s   cp {copying:5.1f} s "
-        f"{nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, {copying / (seconds - start_up):5.2f}x "
-        f"without start-up   peak {memory / 1e6:6.0f} MB   extra disk {extra / 1e6:4.0f} MB",
+        f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s {nbytes / seconds / 1e9:6.2f} GB/s   "
+        f"cp {copying:5.2f} s {nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, "
+        f"{copying / (seconds - start_up):5.2f}x without start-up   peak {memory / 1e6:6.0f} MB   "
+        f"extra disk {extra / 1e6:4.0f} MB",
         flush=True,
     )
-    if (root / saver).exists():
+    if (root / result).exists():
         shutil.rmtree(target)
     else:
-        target.rename(root / saver)
+        target.rename(root / result)
 
 
 def main() -> None:
@@ -127,6 +154,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--cold", action="store_true", help="read from disk instead of the page cache")
     parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_conversion"))
     args = parser.parse_args()
     root: Path = args.directory
@@ -135,11 +164,12 @@ def main() -> None:
         train_one_step(root / "torch_dist", args)
         nbytes = sum(path.stat().st_size for path in files(root / "torch_dist"))
         largest = args.vocab * args.hidden * 4
-        idle = run([sys.executable, "tools/checkpoint/convert.py", "--help"])
+        commands = ([sys.executable, "tools/checkpoint/convert.py", "--help"], [sys.executable, "-c", "import torch"])
+        idle, bare = (statistics.median(run(command)[0] for _ in range(3)) for command in commands)
         print(f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB")
-        print(f"the tool alone: {idle[0]:.1f} s, {idle[1] / 1e6:.0f} MB; {args.workers} workers")
-        for source, saver in PAIRS:
-            convert(root, source, saver, args, idle[0])
+        print(f"start-up: {idle:.2f} s, of which torch {bare:.2f} s; {args.workers} workers", flush=True)
+        for source, result in PAIRS:
+            convert(root, source, result, args, idle)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

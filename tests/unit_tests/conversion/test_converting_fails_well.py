@@ -194,16 +194,60 @@ def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
     compare(open_checkpoint(sources / form), open_checkpoint(target))
 
 
+STOPPED = """
+import os, signal
+import megatron.conversion.convert as c
+from tools.checkpoint.convert import main
+
+write = c.WRITERS["{saver}"]
+
+def stopped(source, root, options, progress):
+    def stopping(nbytes):
+        written = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        if written > 100_000:
+            print("midway", flush=True)
+            os.kill(os.getpid(), signal.{signal})
+    return write(source, root, options, stopping)
+
+c.WRITERS["{saver}"] = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("saver", FORMATS)
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
-def test_stopped_by_hand_it_cleans_up(sources, tmp_path, how):
-    stop = "import os, signal, sys\nsys.argv = sys.argv[:1] + sys.argv[1:]\nimport megatron.conversion.convert as c\n"
-    stop += "write = c.WRITERS['hf']\n"
-    stop += f"def stopped(*a):\n    os.kill(os.getpid(), signal.{how})\n    return write(*a)\n"
-    stop += "c.WRITERS['hf'] = stopped\nfrom tools.checkpoint.convert import main; main()"
-    said = tool("--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target", code=stop)
+def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
+    """By one signal after the other, as of somebody who is in a hurry."""
+    form = "legacy" if saver == "torch_dist" else "torch_dist"
+    before = content(sources / form)
+    code = STOPPED.format(saver=saver, signal=how)
+    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target", code=code)
     assert said.returncode == 128 + getattr(signal, how), said.stderr
     assert "interrupted: nothing was written" in said.stderr and "Traceback" not in said.stderr
+    assert "midway" in said.stdout
+    assert content(sources / form) == before
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", [0, 1], ids=["first", "second"])
+def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, monkeypatch, when):
+    shutil.copytree(sources / "universal", tmp_path / "target")
+    old = content(tmp_path / "target")
+    rename, done = os.replace, []
+
+    def stopped(source, target):
+        if Path(target).parent == tmp_path and len(done) < 2:
+            if len(done) == when:
+                done.extend([None, None])
+                raise KeyboardInterrupt
+            done.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        convert(sources / "torch_dist", tmp_path / "target", "legacy", overwrite=True)
+    assert content(tmp_path / "target") == old
+    assert os.listdir(tmp_path) == ["target"]
 
 
 def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
