@@ -1,59 +1,46 @@
 # Two images from one file:
-#   docker build --target cpu -t megatron:cpu .     no GPU: everything runs on gloo; `docker run megatron:cpu make test`
-#   docker build -t megatron .                      CUDA with Transformer Engine and apex
-# Build arguments: CUDA_IMAGE, TORCH_VERSION, PIP_INDEX (options for pip when it installs torch, for example
-# "--index-url <index of CPU builds>" to keep the CPU image small), TE_VERSION, APEX_REF, INSTALL_TE=0/1, INSTALL_APEX=0/1, MAX_JOBS.
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+#   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
+#   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
+# Build arguments: PYTHON_IMAGE, CUDA_IMAGE, TORCH_VERSION, and CPU_INDEX or GPU_INDEX, options for pip when it installs
+# torch ("--index-url ..." chooses a build). What can be tried without Docker is: python tools/docker_dry_run.py
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 
 FROM ${PYTHON_IMAGE} AS cpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ make git \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 trainer
-ARG TORCH_VERSION=2.13.0
-ARG PIP_INDEX=
+    && useradd --create-home --uid 1001 trainer
 WORKDIR /workspace
-RUN chown trainer /workspace
-USER trainer
-COPY --chown=trainer:trainer setup.py pyproject.toml constraints.txt Makefile ./
-COPY --chown=trainer:trainer megatron ./megatron
-# torch first, so that `make setup` finds the build that PIP_INDEX chose.
+RUN chown 1001:1001 .
+USER 1001:1001
+COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile ./
+COPY --chown=1001:1001 megatron ./megatron
+ARG TORCH_VERSION=2.13.0
+ARG CPU_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+# torch first, so that `make setup` finds the build that is wanted.
 RUN python3 -m venv .venv \
-    && .venv/bin/pip install --no-cache-dir "torch==${TORCH_VERSION}" ${PIP_INDEX} \
+    && .venv/bin/pip install --no-cache-dir "torch==${TORCH_VERSION}" ${CPU_INDEX} \
     && make setup
-COPY --chown=trainer:trainer . .
+COPY --chown=1001:1001 . .
 CMD ["make", "test"]
 
 FROM ${CUDA_IMAGE} AS gpu
-ENV DEBIAN_FRONTEND=noninteractive PATH=/opt/venv/bin:$PATH
+# The compiler is for the extension, and with Python's headers for --compile.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-dev python3-venv g++ make git ninja-build \
+    && apt-get install -y --no-install-recommends python3 python3-dev python3-venv g++ make git \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -m venv /opt/venv
-ARG TORCH_VERSION=2.13.0
-ARG PIP_INDEX=
-RUN pip install --no-cache-dir "torch==${TORCH_VERSION}" ${PIP_INDEX}
-ARG MAX_JOBS=8
-ARG INSTALL_TE=1
-ARG TE_VERSION=2.9.0
-RUN if [ "${INSTALL_TE}" = 1 ]; then \
-        pip install --no-cache-dir ninja pybind11 wheel \
-        && MAX_JOBS=${MAX_JOBS} pip install --no-cache-dir --no-build-isolation "transformer-engine[pytorch]==${TE_VERSION}"; \
-    fi
-ARG INSTALL_APEX=1
-ARG APEX_REF=master
-RUN if [ "${INSTALL_APEX}" = 1 ]; then \
-        git clone --filter=blob:none https://github.com/NVIDIA/apex /tmp/apex \
-        && git -C /tmp/apex checkout "${APEX_REF}" \
-        && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=${MAX_JOBS} \
-           pip install --no-cache-dir --no-build-isolation /tmp/apex \
-        && rm -rf /tmp/apex; \
-    fi
+    && useradd --create-home --uid 1001 trainer
 WORKDIR /workspace
-COPY . .
-RUN pip install --no-cache-dir -c constraints.txt -e . \
-    && useradd --create-home --uid 1001 trainer \
-    && chown -R trainer /workspace
-USER trainer
+RUN chown 1001:1001 .
+USER 1001:1001
+COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile ./
+COPY --chown=1001:1001 megatron ./megatron
+ARG TORCH_VERSION=2.13.0
+ARG GPU_INDEX=""
+RUN python3 -m venv .venv \
+    && .venv/bin/pip install --no-cache-dir "torch==${TORCH_VERSION}" ${GPU_INDEX} \
+    && make setup
+COPY --chown=1001:1001 . .
+ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]

@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
+    parser.add_argument("--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"')
     parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
     args = parser.parse_args()
 
@@ -109,6 +110,10 @@ def main() -> None:
             for name, python in pythons.items()
         }
         programs["ours"] = lambda dtype=dtype: ours(dtype, args.steps, args.threads)
+        if args.also:
+            programs[f"ours {args.also}"] = lambda dtype=dtype: ours(
+                dtype, args.steps, args.threads, extra=tuple(args.also.split())
+            )
         if args.layouts:
             for name, extra in LAYOUTS.items():
                 micro = BATCH // 2 if name in ("DP2", "PP2") else BATCH

@@ -15,6 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="gpu: this PyTorch sees no CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(skip)
     if not config.getoption("--run-slow"):
         skip = pytest.mark.skip(reason="slow: needs --run-slow")
         for item in items:

@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -39,15 +41,18 @@ def main() -> None:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config).to(args.device, dtype)
+    if args.compile:
+        model.compile()
     decay = [p for p in model.parameters() if p.dim() > 1]
     no_decay = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     generator = torch.Generator().manual_seed(1)
     for _ in range(args.steps):
         start = time.perf_counter()
-        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
+        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator).to(args.device)
         labels = tokens[:, 1:].contiguous()
         loss = model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss
         loss.backward()
@@ -55,6 +60,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
+        synchronize()
         print(f"{(time.perf_counter() - start) * 1e3:.1f}", flush=True)
 
 

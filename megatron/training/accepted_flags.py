@@ -29,7 +29,8 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     # Kernels
     "--attention-backend": Accepted("scaled_dot_product_attention picks the kernel", True),
     "--use-flash-attn": Accepted("scaled_dot_product_attention picks the kernel"),
-    "--transformer-impl": Accepted(_ONE_MODEL, True, only=("local", "transformer_engine")),
+    "--transformer-impl": Accepted("there is no Transformer Engine implementation", True, only=("local",)),
+    "--optimizer-impl": Accepted("apex is not used: torch has fused Adam kernels", True, only=("torch",)),
     "--use-mcore-models": Accepted(_ONE_MODEL),
     "--no-masked-softmax-fusion": Accepted(_FUSION),
     "--no-bias-swiglu-fusion": Accepted(_FUSION),
@@ -91,6 +92,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--no-manual-gc-eval": Accepted("evaluation collects no garbage"),
     "--log-progress": Accepted("consumed samples are in every log line"),
     "--no-barrier-with-level-1-timing": Accepted("timers put no barriers"),
+    "--use-pytorch-profiler": Accepted("it is the only profiler"),
     "--logging-level": Accepted("one level of messages", True),
     "--rerun-mode": Accepted(_NO_RERUN, True),
     "--no-one-logger": Accepted("there is no such service"),

@@ -66,6 +66,37 @@ class DistributedConfig:
     """CPU threads per process. Default: $OMP_NUM_THREADS, else an equal share of the cores for every process here."""
     deterministic_mode: bool = flag(False)
     """Only algorithms that give the same bits every time; an operation without one is an error."""
+    tf32: bool = flag(False)
+    """On CUDA, let fp32 matrix products round their inputs to TF32."""
+    compile: bool = flag(False)
+    """Compile every transformer layer with torch.compile."""
+
+
+@dataclass
+class ProfilingConfig:
+    """A look into some iterations."""
+
+    profile: bool = flag(False)
+    """Trace iterations with torch's profiler, for chrome://tracing, Perfetto or TensorBoard."""
+    profile_step_start: int = flag(10)
+    """First iteration in the trace."""
+    profile_step_end: int = flag(12)
+    """First iteration that is no longer in the trace."""
+    profile_ranks: list[int] | None = flag(None)
+    """Ranks that are traced. Default: 0."""
+    profile_dir: str | None = flag(None)
+    """Where traces are written. Default: --tensorboard-dir, else the directory profile."""
+    log_memory_interval: int | None = flag(None)
+    """Iterations between reports of the memory in use, the most over all ranks."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.profile_step_start < self.profile_step_end:
+            raise ValueError(
+                f"--profile-step-start {self.profile_step_start} must be at least 1 and less than --profile-step-end "
+                f"{self.profile_step_end}"
+            )
+        if self.log_memory_interval is not None and self.log_memory_interval < 1:
+            raise ValueError(f"--log-memory-interval must be positive, got {self.log_memory_interval}")
 
 
 @dataclass

@@ -179,7 +179,7 @@ class DataIterator:
             batch_sampler=self.sampler,
             num_workers=self.num_workers,
             collate_fn=collate,
-            worker_init_fn=functools.partial(_ignore_signals_until, self._stop),
+            worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
             generator=torch.Generator(),  # it draws a seed, which must not come from the generator of the training
         )
         # Signals that come while workers start wait until `_ignore_signals_until` has told them what to do.
@@ -198,7 +198,7 @@ class DataIterator:
         )
 
 
-def _ignore_signals_until(stop: Event, worker: int) -> None:
+def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
     """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
     end when the training process closes them (or is gone, which torch's worker loop watches)."""
 
@@ -208,4 +208,6 @@ def _ignore_signals_until(stop: Event, worker: int) -> None:
 
     for number in WORKER_SIGNALS:
         signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
+    if os.getppid() != parent:  # killed meanwhile; torch's watchdog, which starts now, would watch the wrong process
+        os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)

@@ -37,6 +37,7 @@ def save_hf(run: Run) -> None:
     scratch = directory.with_name(f".{directory.name}.torch_dist")
     common = {key: value for key, value in common_state(run).items() if key not in ("optimizer", "opt_param_scheduler")}
     save(model_state(run), scratch, common=common)
+    dist.barrier()  # rank 0 may not remove what another rank has yet to find committed
     outcome: list[str | None] = [None]
     if run.ps.rank == 0:
         try:

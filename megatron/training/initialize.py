@@ -42,6 +42,7 @@ def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[Par
     if config.deterministic_mode:
         _be_deterministic()
     device = choose_device(config)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.conversion.legacy import MODEL_FILE
 from megatron.core.dist_checkpointing import is_complete, load_common, read_tracker
-from megatron.core.dist_checkpointing.files import TRACKER, fsync_directory
+from megatron.core.dist_checkpointing.files import fsync_directory
 from megatron.core.dist_checkpointing.writing import Workers
 from megatron.training.checkpoint_dir import iteration_directory, saved_iterations
 
@@ -114,7 +114,7 @@ def holds_checkpoint(directory: Path) -> bool:
 
 def remove_leftovers(root: str | Path) -> list[str]:
     """Finish the removals that a crash cut off; returns the removed names. No run may be saving to `root`."""
-    leftovers = sorted(Path(root).glob(f"{_DELETING}*")) + list(Path(root).glob(f"{TRACKER}.tmp"))
+    leftovers = sorted(Path(root).glob(f"{_DELETING}*"))
     for path in leftovers:
         _remove(path)
     return [path.name for path in leftovers]

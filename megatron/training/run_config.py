@@ -24,6 +24,7 @@ from megatron.training.config import (
     DistributedConfig,
     LoggingConfig,
     PipelineLayoutConfig,
+    ProfilingConfig,
     TrainingConfig,
 )
 from megatron.training.data_samplers import DataLoaderConfig
@@ -48,6 +49,7 @@ class Config:
     logging: LoggingConfig
     ddp: DistributedDataParallelConfig
     distributed: DistributedConfig
+    profiling: ProfilingConfig
     notes: list[str] = field(default_factory=list)  # what was changed or dropped, to be told once
 
     def flags(self) -> dict[str, Any]:
@@ -118,6 +120,7 @@ SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Con
     "Logging": ("logging", LoggingConfig),
     "Data parallelism": ("ddp", DistributedDataParallelConfig),
     "Processes": ("distributed", DistributedConfig),
+    "Profiling": ("profiling", ProfilingConfig),
 }
 
 
@@ -147,6 +150,7 @@ def make_config(given: Given, world_size: int) -> Config:
     config.notes += _save_notes(config)
     for check in (_check_length, _check_tensor_parallel, _check_batches, _check_checkpoint):
         check(config, dp_size)
+    _check_profile_ranks(config.profiling, world_size)
     config.layer_ranges()  # raises when the layers cannot be split
     return config
 
@@ -245,6 +249,12 @@ def _save_notes(config: Config) -> list[str]:
                 f"{eval_interval}, only those every {common} have a validation loss"
             )
     return notes
+
+
+def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
+    for rank in profiling.profile_ranks or []:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
 
 
 def _check_legacy(checkpoint: CheckpointConfig) -> None:

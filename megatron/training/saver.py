@@ -139,6 +139,10 @@ class CheckpointSaver:
         saver.save(state, stored, common=common)
         (report,) = saver.finish()
         report.directory = directory
+        # Together: rank 0 may not remove what another rank has yet to find committed.
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, report.error)
+        report.error = report.error or next((error for error in errors if error is not None), None)
         written = time.perf_counter()
         if report.error is None:
             report.error = self._rewrite(stored, directory, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ class Timers:
     """Accumulates seconds per name; a timer above `level` costs nothing.
 
     On CUDA an active timer synchronizes the device at both ends, so level 0 keeps the device running ahead of Python.
+    While `traced`, the blocks of all levels are ranges in the profiler's trace.
     """
 
     def __init__(self, level: int, option: str, device: torch.device) -> None:
@@ -22,16 +23,18 @@ class Timers:
         self._option = option
         self._device = device
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.traced = False
 
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
         """Time the block under `name`."""
-        if level > self.level:
+        with torch.profiler.record_function(name) if self.traced else nullcontext():
+            if level > self.level:
+                yield
+                return
+            start = self._now()
             yield
-            return
-        start = self._now()
-        yield
-        self._seconds[name] += self._now() - start
+            self._seconds[name] += self._now() - start
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -16,6 +16,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint_dir import iteration_of
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.compile import check_compiler, compile_layers
 from megatron.training.data_samplers import Batch
 from megatron.training.dataloaders import Data, Split, build_data
 from megatron.training.decisions import Decisions
@@ -27,14 +28,16 @@ from megatron.training.forward_backward import forward_backward
 from megatron.training.hf_export import check_hf_target, save_hf
 from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
 from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
+from megatron.training.memory_report import memory, memory_line
 from megatron.training.params_norm import params_norm
+from megatron.training.profiling import StepProfiler
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
 from megatron.training.run_config import Config
 from megatron.training.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.signals import ExitSignals
 from megatron.training.timers import Timers
 from megatron.training.tokenizer import build_tokenizer
-from megatron.training.writers import make_writers, memory
+from megatron.training.writers import make_writers
 
 
 def pretrain(
@@ -118,12 +121,16 @@ def build_chunks(
 ) -> list[DistributedDataParallel]:
     """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
     stages = config.layer_ranges()
+    if config.distributed.compile:
+        check_compiler(rng.device)
     chunks = []
     for index, layers in enumerate(stages[ps.pp.rank]):
         first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
         chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
         chunk.initialize(config.training.seed)
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
+        if config.distributed.compile:
+            compile_layers(chunks[-1])
     return chunks
 
 
@@ -139,10 +146,12 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         ExitSignals().installed(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
         _saver_closed(run),
+        StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
         decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started)
         while leave is None and run.state.iteration < run.train_iters:
             began = time.monotonic()
+            profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, check)
             iteration = run.state.iteration
             save, leave = decisions.after(iteration, time.monotonic() - began)
@@ -151,6 +160,8 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             over = leave is not None or iteration >= run.train_iters
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
+            if _is_multiple(iteration, run.config.profiling.log_memory_interval):
+                print_rank_0(memory_line(iteration, run.device))
             if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
@@ -243,7 +254,7 @@ def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Se
     for writer in writers:
         writer.interval(interval)
         if run.config.logging.log_memory_to_tensorboard:
-            writer.scalars(memory(), interval.last.iteration)
+            writer.scalars(memory(run.device), interval.last.iteration)
         if run.config.logging.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.training.config import LoggingConfig
@@ -77,17 +75,6 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def memory() -> dict[str, float]:
-    """Bytes in use by this process: of the CUDA allocator, or the peak of the resident set."""
-    if torch.cuda.is_available():
-        return {
-            "mem-allocated-bytes": torch.cuda.memory_allocated(),
-            "mem-reserved-bytes": torch.cuda.memory_reserved(),
-            "mem-max-allocated-bytes": torch.cuda.max_memory_allocated(),
-        }
-    return {"mem-max-resident-bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def rates(interval: Interval) -> dict[str, float]:

@@ -86,7 +86,10 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
 
 @pytest.mark.parametrize(
     "layouts",
-    [["dp2_distributed_optimizer", "single", "dp2_distributed_optimizer"], ["tp2_pp2", "pp2_dp2", "single", "tp2_sp"]],
+    [
+        pytest.param(["dp2_distributed_optimizer", "single", "dp2_distributed_optimizer"], marks=pytest.mark.slow),
+        ["tp2_pp2", "pp2_dp2", "single", "tp2_sp"],
+    ],
 )
 def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_path, layouts):
     losses: dict[int, float] = {}

@@ -66,6 +66,7 @@ def test_a_full_disk(launcher, disk, straight, mode):
     assert_whole(disk.path, straight, 6)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
     """From too small for a shard to too small for the tracker: in the files or in the commit."""
     needed, outcomes = bytes_on(disk, straight, launcher), []

@@ -1,53 +1,99 @@
-"""Every launch script's command line is understood by the real parser, at the world size it is made for."""
+"""Every example's command line is understood by the real parser, at the world size it is made for."""
 
 import os
-import shlex
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from launch_scripts import ROOT, launched, pod_command
 
 from megatron.training.run_config import parse_args
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "examples/single_gpu.sh": 1,
     "examples/one_node_8_gpus.sh": 8,
     "examples/slurm/pretrain.sbatch": 128,
 }
+MODELS = {"llama_1b": 1.24e9, "llama_8b": 8.03e9, "llama_70b": 70.6e9}
 
 
-def command_line(script: str, tmp_path: Path) -> list[str]:
-    """What the script would launch: `LAUNCH` prints its arguments, one a line."""
-    printer = tmp_path / "print_arguments"
-    printer.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
-    printer.chmod(0o755)
-    environment = {
-        **os.environ,
-        "LAUNCH": shlex.quote(str(printer)),
-        "DATA": "/data/corpus_text_document",
-        "TOKENIZER": "/data/tokenizer",
-        "RUN_DIR": str(tmp_path / "run"),
-        "SLURM_SUBMIT_DIR": str(ROOT),
-    }
-    result = subprocess.run(["bash", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+def slurm(directory: Path) -> dict[str, str]:
+    return {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "16", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_parser_takes_every_flag(script, tmp_path):
-    words = command_line(script, tmp_path)
-    assert words[0] == "pretrain_gpt.py"
-    config = parse_args(words[1:], SCRIPTS[script])
+    launch = launched(["bash", script], tmp_path, **slurm(tmp_path))
+    assert launch.world_size == SCRIPTS[script]
+    config = parse_args(launch.flags, launch.world_size)
     assert config.model.bf16 and config.ddp.use_distributed_optimizer
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/checkpoints")
+
+
+def test_kubernetes(tmp_path):
+    command, variables, pods = pod_command("examples/kubernetes/pytorchjob.yaml")
+    launch = launched(command, tmp_path, **variables)
+    assert (launch.option("--nnodes"), launch.option("--node-rank")) == (str(pods), "0")
+    assert launch.option("--master-addr") == "llama-8b-master-0"
+    config = parse_args(launch.flags, launch.world_size)
+    assert config.parallel.dp_size(launch.world_size) == 4
+    assert config.checkpoint.save == "/data/run/checkpoints"
+    text = (ROOT / "examples/kubernetes/pytorchjob.yaml").read_text()
+    grace = int(re.search(r"terminationGracePeriodSeconds: (\d+)", text)[1])
+    assert config.training.exit_signal_handler and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+
+
+@pytest.mark.parametrize(("reached", "requeued"), [(None, True), ("100", True), ("200000", False)])
+def test_slurm_requeues_what_is_not_complete(tmp_path, reached, requeued):
+    if reached is not None:
+        (tmp_path / "run/checkpoints").mkdir(parents=True)
+        (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text(reached)
+    launch = launched(["bash", "examples/slurm/pretrain.sbatch"], tmp_path, **slurm(tmp_path))
+    assert launch.option("--rdzv-endpoint") == "node1:29500"
+    config = parse_args(launch.flags, launch.world_size)
+    assert config.training.exit_signal_handler and config.training.train_iters == 200000
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_the_size_they_say(name):
+    lines = (ROOT / f"examples/models/{name}.args").read_text().splitlines()
+    flags = [word for line in lines if not line.startswith("#") for word in line.split()]
+    model = parse_args([*flags, "--lr", "1", "--train-iters", "1", "--mock-data"], 1).model
+    heads = model.head_dim * (2 * model.num_attention_heads + 2 * model.query_groups)
+    layer = model.hidden_size * (heads + 3 * model.ffn_size + 2)
+    matrices = 2 if model.untie_embeddings_and_output_weights else 1
+    total = model.num_layers * layer + model.hidden_size * (matrices * 128256 + 1)
+    assert total == pytest.approx(MODELS[name], rel=0.005)
+    billions = float(re.search(r"([\d.]+)B parameters", lines[0])[1])
+    assert total / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_demo(tmp_path):
+    """Both legs, as the demo starts them when the first has got to iteration 60 of 70."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "COMMAND $*"\n')
+    python.chmod(0o755)
+    (tmp_path / "demo/checkpoints").mkdir(parents=True)
+    (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("60")
+    variables = {"DEMO": str(tmp_path / "demo"), "VENV": str(tmp_path / "venv"), "TRAIN_ITERS": "70"}
+    result = subprocess.run(
+        ["bash", "examples/demo/run.sh"], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    legs = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]
+    configs = [parse_args(leg[leg.index("pretrain_gpt.py") + 1 :], 2) for leg in legs]
+    assert [config.parallel.tp_size for config in configs] == [1, 2]
+    assert {config.training.train_iters for config in configs} == {90}
 
 
 def test_every_script_is_tested():
     launching = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "examples").rglob("*")
-        if path.suffix in (".sh", ".sbatch") and "pretrain_gpt.py" in path.read_text() and "LAUNCH" in path.read_text()
+        if path.suffix in (".sh", ".sbatch") and "pretrain_gpt.py" in path.read_text()
     }
-    assert launching == set(SCRIPTS)
+    assert launching == {*SCRIPTS, "examples/demo/run.sh"}

@@ -24,7 +24,7 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_PENDING, _REPLACED = ".saving-", ".replaced-"
+_PENDING, _REPLACED, _TEMPORARY = ".saving-", ".replaced-", ".tmp"
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def fsync_directory(directory: Path) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """`path` has either its old content or all of the new one, whenever the machine stops."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(path.name + _TEMPORARY)
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -138,7 +138,7 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
                 os.rename(path, original)
                 fsync_directory(root)
                 continue
-        elif not path.name.startswith(_PENDING):
+        elif not path.name.startswith(_PENDING) and path.name != TRACKER + _TEMPORARY:
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -65,6 +65,10 @@ class SelfAttention(MegatronModule):
         self.rotary = RotaryTables(config) if config.position_embedding_type == "rope" else None
         self.mask = AttentionMask(config, tp)
 
+    def share_tables(self, other: SelfAttention) -> None:
+        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
+        self.rotary, self.mask = other.rotary, other.mask
+
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden."""
         mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]

@@ -53,5 +53,6 @@ class AttentionMask:
             visible &= distance <= self.window[0]
         if self.slopes is None:
             return visible
-        bias = self.slopes.view(-1, 1, 1) * -distance.float()  # [heads/tp, s, s]
+        # [1, heads/tp, s, s]: with fewer dimensions attention falls back to a kernel that keeps all probabilities
+        bias = self.slopes.view(1, -1, 1, 1) * -distance.float()
         return bias.masked_fill(~visible, -torch.inf).to(dtype)

@@ -53,12 +53,20 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
         inner = self.linear_fc1(hidden_states)  # [s, b, ffn/tp], twice that when gated
-        inner = _SwiGLU.apply(inner) if self.swiglu else F.gelu(inner, approximate=self.approximate)
+        inner = _swiglu(inner) if self.swiglu else F.gelu(inner, approximate=self.approximate)
         return self.linear_fc2(inner)
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of `[..., gate; up]`."""
+    if torch.compiler.is_compiling():
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(x)
+
+
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of `[..., gate; up]`; keeps the input alone, and writes both gradients into one tensor."""
+    """Keeps the input alone, and writes both gradients into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class Norm(MegatronModule):
         self.bias = None if self.rms else make_parameter((size,), config.params_dtype, device, zeros)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.rms and torch.compiler.is_compiling():
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # fused with its neighbours
         if self.rms:
             return _RMSNorm.apply(x, self.weight, self.epsilon)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)

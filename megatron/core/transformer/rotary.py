@@ -49,12 +49,20 @@ def split_qkv(
 
     `rotary` None leaves them as they are. One pass each way: the gradient is written straight into one tensor.
     """
+    if torch.compiler.is_compiling():
+        q = num_query_heads
+        query, key, value = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
+        return (query, key, value) if rotary is None else (rotate(query, rotary), rotate(key, rotary), value)
     cos, sin = rotary if rotary is not None else (None, None)
     return _SplitQKV.apply(mixed, num_query_heads, cos, sin)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate `[s, b, g, heads, d]` by its position."""
+    if torch.compiler.is_compiling():
+        (cos, sin), half = rotary, rotary[0].shape[-1]
+        first, second = x[..., :half], x[..., half : 2 * half]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), -1)
     return _Rotate.apply(x, *rotary)
 
 

@@ -33,9 +33,12 @@ class TransformerBlock(MegatronModule):
     ) -> None:
         super().__init__()
         self.config, self.rng, self.layer_numbers = config, rng, layers
-        self.layers = nn.ModuleList(
+        stack = [
             TransformerLayer(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device) for _ in layers
-        )
+        ]
+        for layer in stack[1:]:
+            layer.self_attention.share_tables(stack[0].self_attention)
+        self.layers = nn.ModuleList(stack)
         self.final_layernorm = (
             Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device) if post_process else None
         )

@@ -476,13 +476,17 @@ def test_killed_at_any_moment_often(tmp_path):
     run_crashes(tmp_path, 400)
 
 
-def test_clean_up_restores_a_replaced_checkpoint(tmp_path):
+def test_clean_up_after_crashes(tmp_path):
     training = Training(0, rows=10)
     save(training.state(), tmp_path / "c", common=training.common)
     os.rename(tmp_path / "c", tmp_path / ".replaced-c")  # where a crash between the two renames leaves it
     (tmp_path / ".saving-c-1234-1").mkdir()
     (tmp_path / ".saving-c-1234-1.failed").touch()
-    assert clean_up(tmp_path) == [".saving-c-1234-1", ".saving-c-1234-1.failed"]
+    write_tracker(tmp_path, 1)
+    unfinished = tmp_path / "latest_checkpointed_iteration.txt.tmp"
+    unfinished.touch()
+    assert clean_up(tmp_path) == [".saving-c-1234-1", ".saving-c-1234-1.failed", unfinished.name]
+    assert read_tracker(tmp_path) == 1
     assert_holds(tmp_path / "c", 0, rows=10)
 
 

@@ -5,11 +5,12 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config import DistributedConfig
-from megatron.training.initialize import choose_device, lost_ranks_explained, num_threads, seed_everything
+from megatron.training.initialize import choose_device, initialize, lost_ranks_explained, num_threads, seed_everything
 from megatron.training.rng_state import get_rng_state, rng_key, set_rng_state
 
 
@@ -32,6 +33,14 @@ def test_devices_that_are_not_there():
         choose_device(DistributedConfig(device="cuda"))
     with pytest.raises(ValueError, match="--distributed-backend nccl"):
         choose_device(DistributedConfig(distributed_backend="nccl"))
+
+
+def test_tf32_is_what_the_flag_says():
+    ranks = ParallelConfig()
+    for wanted in (True, False):
+        initialize(DistributedConfig(tf32=wanted, device="cpu"), ranks)
+        assert torch.backends.cuda.matmul.allow_tf32 is wanted
+    dist.destroy_process_group()
 
 
 def draws(rank, world_size=8, seed=1, iteration=0):

@@ -191,9 +191,8 @@ def test_killed_at_every_step(tmp_path):
 def test_leftovers(tmp_path):
     make(tmp_path, 1)
     os.rename(tmp_path / "iter_0000001", tmp_path / ".deleting-iter_0000001")
-    (tmp_path / "latest_checkpointed_iteration.txt.tmp").write_text("1")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".deleting-iter_0000002").symlink_to(tmp_path / "elsewhere")
-    assert len(remove_leftovers(tmp_path)) == 3
+    assert len(remove_leftovers(tmp_path)) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "latest_checkpointed_iteration.txt"}
     assert remove_leftovers(tmp_path / "absent") == []

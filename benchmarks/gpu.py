@@ -1,0 +1,192 @@
+"""What is to be measured on a GPU: training speed beside transformers, checkpoints behind training, a profile.
+
+    python benchmarks/gpu.py                                  # all of it, on one GPU with 80 GB
+    python benchmarks/gpu.py training --models 1b
+    python benchmarks/gpu.py --small --device cpu             # the same program on a tiny model, to see that it works
+
+MFU is against the matmul ceiling measured here, by one formula for all. Write results to docs/gpu_results.md with date,
+GPU, torch version and commit.
+"""
+
+import argparse
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.training.flops import model_flops_per_token  # noqa: E402
+from megatron.training.run_config import parse_args  # noqa: E402
+from megatron.training.run_plan import plan_run  # noqa: E402
+from pretrain_gpt import model_provider  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model and its batch."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    vocab: int
+    seq: int
+    batch: int
+
+    def ours(self, iterations: int) -> list[str]:
+        return f"""--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
+            --num-attention-heads {self.heads} --group-query-attention --num-query-groups {self.groups}
+            --seq-length {self.seq} --max-position-embeddings {self.seq} --position-embedding-type rope
+            --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+            --hidden-dropout 0 --attention-dropout 0 --micro-batch-size {self.batch} --global-batch-size {self.batch}
+            --train-iters {iterations} --lr 1e-4 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --mock-data
+            --tokenizer-type NullTokenizer --vocab-size {self.vocab - 1} --bf16 --eval-iters 0
+            --log-interval {max(1, iterations // 4)} --log-memory-interval {iterations}""".split()
+
+    def peer(self, iterations: int) -> list[str]:
+        sizes = " ".join(f"--{name} {value}" for name, value in vars(self).items())
+        return f"{sizes} --dtype bf16 --steps {iterations}".split()
+
+
+MODELS = {
+    "1b": Shape(22, 2048, 5632, 16, 16, 32000, 4096, 4),  # 1.26B parameters
+    "3b": Shape(28, 3072, 8192, 24, 8, 32000, 4096, 2),  # 3.0B
+}
+SMALL = {"small": Shape(2, 128, 384, 4, 2, 1000, 128, 2)}
+
+
+def run(command: list[str]) -> str:
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+    return result.stdout
+
+
+def iteration_times(output: str) -> list[float]:
+    """ms per iteration, by interval of the log; the first one, with allocation and compilation, left out."""
+    return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)][1:]
+
+
+def matmul_ceiling(device: str, size: int) -> float:
+    """Best FLOP/s of a square bf16 product."""
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    best = float("inf")
+    for _ in range(20):
+        synchronize()
+        start = time.perf_counter()
+        a @ b
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def planned_memory(shape: Shape, iterations: int) -> float:
+    config = parse_args(shape.ours(iterations), 1)
+    config.set_vocab_size(shape.vocab)
+    return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
+
+
+def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """Speed and memory of each model, ours and the peer's, eager and compiled."""
+    ceiling = matmul_ceiling(options.device, 512 if options.small else 8192)
+    lines = [f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s"]
+    for name, shape in models.items():
+        config = parse_args(shape.ours(options.iterations), 1).model
+        work = model_flops_per_token(config, shape.seq, shape.vocab) * shape.seq * shape.batch
+        for variant in options.variants:
+            extra = ["--device", options.device, *(["--compile"] if variant == "compile" else [])]
+            output = run(["pretrain_gpt.py", *shape.ours(options.iterations), *extra])
+            peer = run(["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *extra])
+            memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
+            assert memory is not None
+            peer_times = [float(line) for line in re.findall(r"^[\d.]+$", peer, re.MULTILINE)]
+            warmed_up = peer_times[options.iterations // 4 :]
+            for who, times in {"ours": iteration_times(output), "transformers": warmed_up}.items():
+                seconds = statistics.median(times) / 1e3
+                speed, tokens = work / seconds, shape.seq * shape.batch / seconds
+                lines.append(
+                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} tokens/s "
+                    f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
+                )
+            planned = planned_memory(shape, options.iterations)
+            lines.append(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
+    return lines
+
+
+def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it costs in all."""
+    name, shape = next(iter(models.items()))
+    iterations = 40
+    flags = ["pretrain_gpt.py", *shape.ours(iterations), "--device", options.device]
+    plain = statistics.mean(iteration_times(run(flags)))
+    directory = Path(options.disk or tempfile.mkdtemp(prefix="gpu_benchmark_"))
+    saving = ["--save", str(directory), "--save-interval", "10", "--async-save", "--keep-last-n", "1"]
+    began = time.perf_counter()
+    output = run([*flags, *saving])
+    whole = time.perf_counter() - began
+    shutil.rmtree(directory)
+    blocking = [float(value) for value in re.findall(r"saved .*: blocking (\d+) ms", output)]
+    with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
+    gigabytes = re.search(r"; ([\d.]+) GB at", output)
+    assert gigabytes is not None
+    cost, held = 100 * (with_saves / plain - 1), statistics.median(blocking)
+    return [
+        f"checkpoint: {name}, {gigabytes[1]} GB, every 10 iterations, {len(blocking)} saves in {whole:.0f} s",
+        f"  iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
+        f"  blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
+    ]
+
+
+def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """The operations of one step that take the most time."""
+    name, shape = next(iter(models.items()))
+    with tempfile.TemporaryDirectory() as directory:
+        window = ["--profile", "--profile-step-start", "6", "--profile-step-end", "7", "--profile-dir", directory]
+        run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *window])
+        (table,) = Path(directory).glob("*.txt")
+        rows = table.read_text().splitlines()
+    return [f"profile: {name}, one step", *(f"  {row}" for row in rows[:20])]
+
+
+PARTS = {"training": training, "checkpoint": checkpoint, "profile": profile}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
+    parser.add_argument("--iterations", type=int, default=20, help="of every training run")
+    parser.add_argument("--disk", help="an empty directory for checkpoints; default: a temporary one")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model in place of the others")
+    options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]}: the parts are {', '.join(PARTS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this PyTorch sees no CUDA device; --small --device cpu tries the program without one")
+
+    models = SMALL if options.small else {name: MODELS[name] for name in options.models}
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    lines = [f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}"]
+    for part in options.parts or PARTS:
+        lines += PARTS[part](models, options)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Bytes of activations on a rank, counted from what the layers keep for backward and hold while they compute it.
+
+The method is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"); the
+terms are those of this code, which keeps fewer: a norm its input, a linear layer its input, attention query, key,
+value, output and one number per row, the gated MLP one input, the loss its logits once.
+Assumed is a fused attention kernel, and dropout with a byte per element (CUDA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_LOSS_CHUNK_BYTES = 8 << 20  # fp32 copy of a part of the logits (tensor_parallel/cross_entropy.py)
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """One micro batch of `[s, b]` tokens on one tensor-parallel rank; all sizes in bytes."""
+
+    config: TransformerConfig
+    seq_length: int
+    micro_batch_size: int
+    tp_size: int
+    sequence_parallel: bool
+    vocab_rows: int
+    """Rows of the output matrix on this rank, padding included."""
+    data_mask: bool = False
+    """The attention mask depends on the data (--reset-attention-mask)."""
+
+    @property
+    def itemsize(self) -> int:
+        return self.config.params_dtype.itemsize
+
+    @property
+    def tokens(self) -> int:
+        """In tensor-parallel regions, where a rank sees the whole sequence."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Outside of them."""
+        return self.tokens // self.tp_size if self.sequence_parallel else self.tokens
+
+    @property
+    def residual(self) -> int:
+        """`[s, b, h]` between layers and stages, `[s/tp, b, h]` under sequence parallelism."""
+        return self.local_tokens * self.config.hidden_size * self.itemsize
+
+    @property
+    def whole(self) -> int:
+        """`[s, b, h]`."""
+        return self.tokens * self.config.hidden_size * self.itemsize
+
+    @property
+    def inner(self) -> int:
+        """`[s, b, ffn/tp]`."""
+        return self.tokens * self.config.ffn_size // self.tp_size * self.itemsize
+
+    @property
+    def logits(self) -> int:
+        """`[s, b, v/tp]`."""
+        return self.tokens * self.vocab_rows * self.itemsize
+
+    @property
+    def blocks(self) -> int:
+        """Widths of the MLP's first matrix."""
+        return 2 if self.config.swiglu else 1
+
+    @cached_property
+    def layer(self) -> int:
+        """What a layer keeps from forward to backward, its input included."""
+        c = self.config
+        per_head = self.tokens * c.head_dim // self.tp_size * self.itemsize
+        qkv, context = per_head * (c.num_attention_heads + 2 * c.query_groups), per_head * c.num_attention_heads
+        normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
+        total = 4 * self.residual + 2 * self.local_tokens * normalizer  # two norms, and the linear layers behind them
+        total += qkv + context + (self.blocks + 1) * self.inner
+        if c.qk_layernorm:  # the heads before and after it
+            heads = c.num_attention_heads + c.query_groups
+            total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
+        if c.recompute_granularity != "selective":
+            total += self.tokens * c.num_attention_heads // self.tp_size * 4  # log-sum-exp
+            total += self._layer_mask
+        if c.hidden_dropout:
+            total += 2 * self.local_tokens * c.hidden_size
+        return total
+
+    @property
+    def _layer_mask(self) -> int:
+        """The additive form of a mask of booleans; causal order alone needs none."""
+        if self.data_mask:
+            return self.tokens * self.seq_length * (1 + self.itemsize)
+        return self.seq_length**2 * self.itemsize if self.config.window_size is not None else 0
+
+    @property
+    def tables(self) -> int:
+        """What the layers of a chunk keep together between iterations: rotary tables, fixed masks."""
+        c, total = self.config, 0
+        if c.position_embedding_type == "rope":
+            total += self.seq_length * int(c.head_dim * c.rotary_percent) * self.itemsize
+        if c.position_embedding_type == "alibi":
+            total += self.seq_length**2 * c.num_attention_heads // self.tp_size * self.itemsize
+        elif c.window_size is not None or self.data_mask:
+            total += self.seq_length**2
+        return total
+
+    @cached_property
+    def layer_backward(self) -> int:
+        """The most that the backward pass of a layer holds beyond what the layer has kept."""
+        c, kept_mlp = self.config, (self.blocks + 1) * self.inner
+        weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
+        if self.itemsize < 4:
+            weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
+        gathered = self.whole if self.sequence_parallel else 0
+        points = {
+            "second linear layer": gathered + self.inner + weight_grad,
+            # gradient, its product and, in place of the input of the second linear layer, a temporary
+            "activation": (3 if c.swiglu else 1) * self.inner,
+            "first linear layer": self.whole
+            + (self.whole + self.residual if self.sequence_parallel else 0)
+            + self.blocks * weight_grad
+            - self.inner,
+            # three temporaries in fp32, and the gradient in the model's type
+            "norm": 3 * self.residual * 4 // self.itemsize + self.residual - kept_mlp - self.residual,
+        }
+        return self.residual + max(points.values())  # the gradient of the residual stream is there throughout
+
+    @property
+    def head(self) -> int:
+        """What final norm and loss keep."""
+        per_token = 4 + 8 + 1 + 3 * 4  # sum of exponentials, column, whether it is ours; losses and mask
+        return 2 * self.residual + self.logits + self.tokens * per_token + self.local_tokens * 8
+
+    @property
+    def head_backward(self) -> int:
+        """What the backward pass of the loss holds beyond that: the gradient of the logits takes their place."""
+        extra = self.whole
+        if self.sequence_parallel:
+            extra += self.whole + self.residual
+        if self.itemsize < 4:
+            extra += self.vocab_rows * self.config.hidden_size * self.itemsize
+        return max(extra, min(_LOSS_CHUNK_BYTES, self.logits * 4 // self.itemsize) if self.itemsize < 4 else 0)
+
+    def kept(self, num_layers: int, post_process: bool) -> int:
+        """What a chunk keeps from the forward to the backward pass of a micro batch."""
+        inputs, stored = self._recomputed(num_layers)
+        return inputs * self.residual + stored * self.layer + (self.head if post_process else 0)
+
+    def backward(self, num_layers: int, post_process: bool) -> int:
+        """The most that the backward pass of a chunk holds beyond what it has kept."""
+        c = self.config
+        inputs, stored = self._recomputed(num_layers)
+        head = self.head if post_process else 0
+        points = [self.head_backward] if post_process else []
+        if stored:
+            points.append(self.layer_backward - head)
+        if inputs:
+            assert c.recompute_num_layers is not None
+            group = min(c.recompute_num_layers, num_layers) if c.recompute_method == "uniform" else 1
+            again = group * self.layer - self.residual  # the group's input is there
+            points.append(again + self.layer_backward - stored * self.layer - head)
+        return max(points)
+
+    def _recomputed(self, num_layers: int) -> tuple[int, int]:
+        """(groups of layers of which only the input is kept, layers that keep everything)."""
+        c = self.config
+        if c.recompute_granularity != "full":
+            return 0, num_layers
+        assert c.recompute_num_layers is not None
+        if c.recompute_method == "uniform":
+            return -(-num_layers // c.recompute_num_layers), 0
+        groups = min(c.recompute_num_layers, num_layers)
+        return groups, num_layers - groups

@@ -1,0 +1,62 @@
+"""--compile: the same curve as without, under every kind of layer, and the same checkpoints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
+
+ROOT = Path(__file__).parents[2]
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+RUNS = {
+    "llama, evaluated": (1, LLAMA + "--eval-iters 1 --eval-interval 2 "),
+    "gpt2 with dropout": (1, GPT2 + "--hidden-dropout 0.1 --attention-dropout 0.1 "),
+    "norms of heads, window": (1, LLAMA + "--qk-layernorm --window-size 5,0 --rotary-percent 0.5 "),
+    "full recomputation": (1, LLAMA + FULL),
+    "selective recomputation": (1, LLAMA + "--recompute-granularity selective "),
+    "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
+    "pipeline": (2, LLAMA + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "),
+    "data parallel": (2, LLAMA + DISTRIBUTED_OPTIMIZER),
+}
+
+
+def outcome(rank, world_size, flags):
+    common = COMMON.replace("--hidden-dropout 0 --attention-dropout 0 ", "") if "dropout" in flags else COMMON
+    return train(rank, world_size, "--mock-data --train-iters 3 " + flags, common)
+
+
+IN_EVERY_RUN = ("llama, evaluated", "full recomputation")  # the others are slow: each compiles for seconds
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_same_curve_and_same_keys(pool, name):
+    world_size, flags = RUNS[name]
+    eager = pool.run(outcome, world_size, flags)
+    compiled = pool.run(outcome, world_size, flags + "--compile", timeout=300)
+    for one, other in zip(eager, compiled, strict=True):
+        assert other.measured.points == pytest.approx(one.measured.points, rel=1e-5)  # evaluations
+        assert other.measured.losses == pytest.approx(one.measured.losses, rel=1e-5)
+        assert other.measured.grad_norms == pytest.approx(one.measured.grad_norms, rel=1e-4)
+        assert [row[:3] for row in other.boxes] == [row[:3] for row in one.boxes]
+
+
+@pytest.mark.slow
+def test_bf16_is_close(pool):
+    """Fused operations round once where separate ones round each time."""
+    ((eager,), (compiled,)) = (pool.run(outcome, 1, LLAMA + f"--bf16 {c}", timeout=300) for c in ("", "--compile"))
+    assert compiled.measured.losses == pytest.approx(eager.measured.losses, rel=1e-3)
+    assert compiled.measured.losses != eager.measured.losses  # it was compiled
+
+
+def test_without_a_compiler_there_is_a_message(tmp_path):
+    flags = [*(COMMON + LLAMA).split(), "--mock-data", "--train-iters", "3", "--compile"]
+    environment = {**os.environ, "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: --compile: torch.compile does not work here")

@@ -1,0 +1,27 @@
+"""The program that waits for a GPU, on a tiny model without one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_all_parts():
+    flags = ["--small", "--device", "cpu", "--variants", "eager", "--iterations", "8"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    result = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    text = result.stdout
+    assert re.search(r"small ours +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
+    assert re.search(r"small transformers +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
+    assert re.search(r"peak memory [\d.]+ GB, of tensors as planned 0\.0\d+ GB", text)
+    assert re.search(r"every 10 iterations, 4 saves", text) and re.search(r"blocking per save: \d+ ms", text)
+    assert "aten::mm" in text

@@ -1,0 +1,108 @@
+"""The plan of a run against the run: peak of live tensors, bytes handed to collectives, bytes of a checkpoint."""
+
+import shlex
+
+import pytest
+from live_tensors import LiveTensors
+from training_harness import (
+    Measurements,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    parse_args,
+    pretrain,
+)
+
+from megatron.training.run_plan import RunPlan, plan_run
+
+COMMON = (
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --lr 1e-3 "
+    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 --eval-iters 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 999 --make-vocab-size-divisible-by 8 "
+)
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+UNTIED = LLAMA + "--untie-embeddings-and-output-weights "
+FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers {} "
+TP2, PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000 "
+
+RUNS = {  # name -> (processes, flags)
+    "one rank": (1, UNTIED),
+    "bf16": (1, UNTIED + "--bf16"),
+    "large vocabulary": (1, UNTIED + "--bf16 --vocab-size 9999"),
+    "gpt2": (1, ""),
+    "sgd": (1, UNTIED + "--optimizer sgd"),
+    "window": (1, UNTIED + "--window-size 32,0"),
+    "alibi": (1, "--position-embedding-type alibi"),
+    "qk norm": (1, UNTIED + "--qk-layernorm"),
+    "selective": (1, UNTIED + "--recompute-granularity selective"),
+    "full, uniform": (1, UNTIED + FULL.format("uniform", 2) + "--bf16"),
+    "full, block": (1, UNTIED + FULL.format("block", 3)),
+    "tp2": (2, UNTIED + TP2),
+    "tp2 sp": (2, UNTIED + TP2 + "--sequence-parallel --bf16"),
+    "tp2 sp, full": (2, LLAMA + TP2 + "--sequence-parallel " + FULL.format("uniform", 1)),
+    "tp2, block": (2, LLAMA + TP2 + FULL.format("block", 1)),
+    "pp2": (2, UNTIED + PP2),
+    "pp2, tied": (2, LLAMA + PP2 + "--bf16"),
+    "pp2, interleaved": (2, UNTIED + PP2 + "--num-virtual-stages-per-pipeline-rank 2"),
+    "dp2": (2, UNTIED + "--bf16"),
+    "dp2, sharded": (2, UNTIED + "--bf16 " + SHARDED),
+}
+
+
+def measure(rank, world_size, flags):
+    """(peak bytes in the iterations, bytes sent per iteration by operation) of `pretrain_gpt.py COMMON flags`."""
+    seen, started = LiveTensors(), []
+
+    def step(chunk, batch, activation):
+        if not started:
+            seen.reset()  # what building the model took is over
+        started.append(True)
+        return forward_step(chunk, batch, activation)
+
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    with seen:
+        pretrain(config, model_provider, datasets_provider, step)
+    return seen.peak, {name: sent / 2 for name, sent in seen.sent.items()}
+
+
+def plan(flags: str, world_size: int) -> RunPlan:
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    config.set_vocab_size(config.tokenizer.vocab_size + 1)
+    return plan_run(config, world_size, model_provider)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_memory_and_traffic(pool, name):
+    world_size, flags = RUNS[name]
+    planned = plan(flags, world_size)
+    for rank, (peak, sent) in enumerate(pool.run(measure, world_size, flags)):
+        stage = planned.stages[rank if len(planned.stages) > 1 else 0]
+        assert stage.memory.total == pytest.approx(peak, rel=0.03)
+
+        axes = (stage.traffic.tp, stage.traffic.dp, stage.traffic.pp, stage.traffic.embedding)
+        for operation, counted in {
+            "allreduce_": sum(axis.all_reduce for axis in axes),
+            "_allgather_base_": sum(axis.all_gather for axis in axes),
+            "_reduce_scatter_base_": sum(axis.reduce_scatter for axis in axes),
+            "send": sum(axis.send for axis in axes),
+        }.items():
+            small = 0.01 * max(sent.values()) + 100  # scalars, and the loss's numbers per token
+            assert counted <= sent.get(operation, 0) <= counted + small, operation
+
+
+def save(rank, world_size, flags, directory):
+    config = parse_args(shlex.split(f"{COMMON}{flags} --save {directory}"), world_size)
+    measured = Measurements()
+    pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
+    return measured.points.get(("save-gigabytes", 2))
+
+
+@pytest.mark.parametrize("flags", [UNTIED + "--bf16", LLAMA, UNTIED + "--no-save-optim --bf16"])
+def test_checkpoint_bytes(pool, flags, tmp_path):
+    """All ranks write the planned number together and no more than what surrounds tensors in files; shares add up."""
+    total, _ = pool.run(save, 2, flags, str(tmp_path))
+    planned = plan(flags, 2)
+    assert 0 <= total * 1e9 - planned.checkpoint_bytes <= 0.02 * planned.checkpoint_bytes
+    assert 2 * planned.stages[0].checkpoint_bytes == pytest.approx(planned.checkpoint_bytes, rel=1e-3)

@@ -1,0 +1,53 @@
+"""The planner's command line: known models, the verdict, and what it makes of mistakes."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+spec = importlib.util.spec_from_file_location("plan_run_tool", ROOT / "tools/plan_run.py")
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+def model(name: str) -> list[str]:
+    lines = (ROOT / f"examples/models/{name}.args").read_text().splitlines()
+    return [word for line in lines if not line.startswith("#") for word in line.split()]
+
+
+LLAMA_8B = [*model("llama_8b"), "--vocab-size", "128256", "--mock-data", "--global-batch-size", "64"]
+
+
+def test_known_sizes(capsys):
+    """Llama-3-8B has 8.03B parameters; bf16 weights and fp32 main parameters and moments are 14 bytes each."""
+    assert tool.main(["--world-size", "8", *LLAMA_8B, "--pipeline-model-parallel-size", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "8.030B parameters on 8 ranks: tensor 1 x pipeline 8 x data 1" in text
+    assert "checkpoint: 112.42 GB" in text
+    assert "pipeline bubble: 9.9 % of a step" in text  # 7 / (64 + 7)
+
+
+def test_what_does_not_fit_comes_with_ways_out(capsys):
+    arguments = ["--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B, "--tensor-model-parallel-size", "2"]
+    assert tool.main(arguments) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("WILL NOT FIT: ") for line in lines)
+    assert any(line.startswith("  with --use-distributed-optimizer: fits: ") for line in lines)
+    assert tool.main([*arguments, "--use-distributed-optimizer"]) == 0
+    assert "\nfits: " in capsys.readouterr().out
+
+
+def test_the_reserve_counts(capsys):
+    arguments = ["--device-memory-gb", "80", *model("llama_1b"), "--vocab-size", "128256", "--mock-data"]
+    assert tool.main(arguments) == 0
+    assert tool.main([*arguments, "--reserve-gb", "60"]) == 1
+    assert "a reserve of 60.00 GB" in capsys.readouterr().out
+
+
+def test_mistakes_are_those_of_the_training_program():
+    with pytest.raises(ValueError, match="world size 8 is not a multiple of tensor"):
+        tool.main(["--world-size", "8", *LLAMA_8B, "--tensor-model-parallel-size", "3"])
+    with pytest.raises(ValueError, match="unknown flag --num-layer"):
+        tool.main(["--num-layer", "4"])

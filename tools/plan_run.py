@@ -1,0 +1,153 @@
+"""What a run will need, before it is started: memory, checkpoint bytes, pipeline bubble and traffic of every stage.
+
+    python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
+    LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
+
+The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status 1: it does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.training.arguments import Given, parse_flags  # noqa: E402
+from megatron.training.run_config import Config, flag_parser, make_config  # noqa: E402
+from megatron.training.run_plan import RunPlan, plan_run  # noqa: E402
+from megatron.training.tokenizer import build_tokenizer  # noqa: E402
+from pretrain_gpt import model_provider  # noqa: E402
+
+ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
+    ("--use-distributed-optimizer", {"use_distributed_optimizer": True}),
+    ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    ("--micro-batch-size 1", {"micro_batch_size": 1}),
+    ("--sequence-parallel", {"sequence_parallel": True}),
+]
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
+    """Our own options, and those of the run by field name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks, one per GPU")
+    parser.add_argument("--device-memory-gb", type=float, help="memory of a GPU in GB of 10^9 bytes, as it is sold")
+    parser.add_argument(
+        "--reserve-gb",
+        type=float,
+        default=4.0,
+        help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
+    )
+    options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
+    given, _ = parse_flags(flag_parser(), rest)
+    for name, value in {"lr": 1.0, "min_lr": 0.0}.items():  # nothing here depends on these
+        given.setdefault(name, value)
+    if "train_samples" not in given:
+        given.setdefault("train_iters", 1)
+    return options, given
+
+
+def configure(given: Given, world_size: int, vocab_size: int | None = None) -> Config:
+    config = make_config(given, world_size)
+    if vocab_size is None:
+        needs_tokenizer = "vocab_size" not in given or config.tokenizer.tokenizer_type == "NullTokenizer"
+        vocab_size = build_tokenizer(config.tokenizer).vocab_size if needs_tokenizer else given["vocab_size"]
+    config.set_vocab_size(vocab_size)
+    return config
+
+
+def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[str, RunPlan]]:
+    """Plans with one thing changed, those that are possible."""
+    sizes = {name: given.get(name, 1) * 2 for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    changes = ALTERNATIVES + [(f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()]
+    plans = []
+    for flags, change in changes:
+        if change.items() <= given.items():
+            continue
+        try:
+            plans.append(
+                (flags, plan_run(configure(given | change, world_size, vocab_size), world_size, model_provider))
+            )
+        except ValueError:  # not possible with this model or number of ranks
+            continue
+    return plans
+
+
+def largest(plan: RunPlan) -> int:
+    return max(stage.memory.total for stage in plan.stages)
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.2f}"
+
+
+def report(config: Config, plan: RunPlan, world_size: int) -> str:
+    """The tables; all sizes in GB of 10^9 bytes."""
+    parallel = config.parallel
+    lines = [
+        f"{plan.num_parameters / 1e9:.3f}B parameters on {world_size} ranks: tensor {parallel.tp_size} x pipeline "
+        f"{parallel.pp_size}{f' ({parallel.vpp_size} chunks)' if parallel.vpp_size > 1 else ''} x data "
+        f"{parallel.dp_size(world_size)}; {config.training.global_batch_size} samples of {config.data.seq_length} "
+        f"tokens a step, {plan.num_microbatches} micro batches of {config.training.micro_batch_size}",
+        f"pipeline bubble: {100 * plan.bubble:.1f} % of a step",
+        f"checkpoint: {gb(plan.checkpoint_bytes)} GB",
+        "",
+        "GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in plan.stages),
+    ]
+    memory = [stage.memory for stage in plan.stages]
+    traffic = [stage.traffic for stage in plan.stages]
+    rows: list[tuple[str, list[float]]] = [
+        ("weights", [m.weights for m in memory]),
+        ("gradients (fp32)", [m.gradients for m in memory]),
+        ("optimizer", [m.optimizer for m in memory]),
+        ("tables", [m.tables for m in memory]),
+        ("activations", [m.activations for m in memory]),
+        ("temporary", [m.temporary for m in memory]),
+        ("memory, in all", [m.total for m in memory]),
+        ("checkpoint", [stage.checkpoint_bytes for stage in plan.stages]),
+        ("sent per step: TP", [t.tp.wire for t in traffic]),
+        ("sent per step: PP", [t.pp.wire for t in traffic]),
+        ("sent per step: DP", [t.dp.wire for t in traffic]),
+        ("sent: tied embedding", [t.embedding.wire for t in traffic]),
+    ]
+    rows = [(name, values) for name, values in rows if any(values)]
+    lines += [f"  {name:23}" + "".join(f"{gb(value):>9}" for value in values) for name, values in rows]
+    return "\n".join(lines)
+
+
+def verdict(needed: int, available: float, reserve: float) -> str:
+    word = "fits" if needed + reserve <= available else "WILL NOT FIT"
+    return f"{word}: {gb(needed)} GB and a reserve of {gb(reserve)} GB, of {gb(available)} GB"
+
+
+def main(argv: Sequence[str]) -> int:
+    options, given = parse(argv)
+    config = configure(given, options.world_size)
+    plan = plan_run(config, options.world_size, model_provider)
+    print(report(config, plan, options.world_size))
+    if options.device_memory_gb is None:
+        return 0
+    available, reserve, needed = options.device_memory_gb * 1e9, options.reserve_gb * 1e9, largest(plan)
+    print(f"\n{verdict(needed, available, reserve)}")
+    if needed + reserve <= available:
+        return 0
+    assert config.model.vocab_size is not None
+    for flags, other in alternatives(given, options.world_size, config.model.vocab_size):
+        if largest(other) < needed:
+            print(f"  with {flags}: {verdict(largest(other), available, reserve)}")
+    return 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
