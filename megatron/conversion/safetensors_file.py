@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron.conversion.files import write_at
 from megatron.conversion.model_space import Shape, TensorInfo
-from megatron.core.dist_checkpointing.files import naming
 
 _DTYPES = {
     "F64": torch.float64,
@@ -132,8 +131,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
         self._base = 8 + len(text)
         self._path = path
-        self._file = path.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """`tensor` is the rows of `name` from `row` on."""
@@ -142,19 +140,12 @@ class SafetensorsWriter:
         position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
         assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
         position += self._base + self._starts[name]
-        self._write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, position)
+        write_at(self._path, tensor.contiguous(), position)
         with self._lock:
             self._missing -= tensor.nbytes
-
-    def _write(self, view: memoryview, position: int) -> None:
-        with naming(self._path):
-            while view:
-                count = os.pwrite(self._file.fileno(), view, position)
-                view, position = view[count:], position + count
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self._file.close()
         assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"

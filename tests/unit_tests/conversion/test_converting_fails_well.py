@@ -175,8 +175,7 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=progress, ov
 """
 
 
-@pytest.mark.parametrize("existing", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("saver", FORMATS)
+@pytest.mark.parametrize("saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)])
 def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     target = tmp_path / "target"
@@ -214,8 +213,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("saver", FORMATS)
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "saver,how", [("torch_dist", "SIGTERM"), ("legacy", "SIGINT"), ("hf", "SIGINT"), ("universal", "SIGTERM")]
+)
 def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
     """By one signal after the other, as of somebody who is in a hurry."""
     form = "legacy" if saver == "torch_dist" else "torch_dist"
