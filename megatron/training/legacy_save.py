@@ -1,18 +1,19 @@
 """Megatron-LM's legacy format, written from training: `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`.
 
-Its files hold whole shards of a layout, so they are made from a torch_dist checkpoint, tensor by tensor, by one rank.
+Its files hold whole shards of a layout, so one rank makes them from a torch_dist checkpoint, tensor by tensor, before
+that gets its name.
 """
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 
 from megatron.conversion.detect import open_checkpoint
-from megatron.conversion.files import sync_tree
+from megatron.conversion.files import Progress
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.rank_layout import Layout
-from megatron.core.dist_checkpointing.files import check_free_space, pending_directory, put_in_place
+from megatron.core.dist_checkpointing.files import check_free_space, fsync_directory
 from megatron.training.run_config import Config
 
 
@@ -29,23 +30,18 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def intermediate_directory(directory: Path) -> Path:
-    """Where the torch_dist checkpoint lies that becomes `directory`; what a crash leaves there is cleaned up."""
-    return pending_directory(directory, "torch_dist")
+def rewrite_as_legacy(directory: Path, progress: Progress, *, layout: Layout) -> None:
+    """Put legacy files in the place of the torch_dist checkpoint that lies in `directory`, durably.
 
-
-def rewrite_as_legacy(stored: Path, directory: Path, layout: Layout) -> None:
-    """Write the torch_dist checkpoint `stored` to `directory`, which appears when all of it is durable.
-
-    Raises OSError or ValueError; nothing of it is left then.
+    Raises OSError or ValueError; there is more in `directory` then than before.
     """
-    pending = pending_directory(directory, "torch")
-    shutil.rmtree(pending, ignore_errors=True)
-    try:
-        check_free_space(directory.parent, sum(path.stat().st_size for path in stored.glob("*.distcp")))
-        write_legacy(open_checkpoint(stored), pending, layout)
-        sync_tree(pending)
-        put_in_place(pending, directory)
-    except BaseException:
-        shutil.rmtree(pending, ignore_errors=True)
-        raise
+    stored = list(directory.iterdir())
+    check_free_space(directory, sum(path.stat().st_size for path in stored))
+    made = directory / "legacy"
+    write_legacy(open_checkpoint(directory), made, layout, progress=progress)
+    for path in stored:
+        path.unlink()
+    for path in list(made.iterdir()):
+        os.rename(path, directory / path.name)
+    made.rmdir()
+    fsync_directory(directory)

@@ -257,13 +257,6 @@ def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
             raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
 
 
-def _check_legacy(checkpoint: CheckpointConfig) -> None:
-    if checkpoint.async_save:
-        raise ValueError("--ckpt-format torch is written while training waits: --async-save needs torch_dist")
-    if checkpoint.keep_best_n is not None:
-        raise ValueError(f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss")
-
-
 def _check_checkpoint(config: Config, dp_size: int) -> None:
     checkpoint = config.checkpoint
     for name in ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n"):
@@ -275,8 +268,8 @@ def _check_checkpoint(config: Config, dp_size: int) -> None:
             f"--keep-best-n {checkpoint.keep_best_n} goes by the validation loss: give --eval-interval (one that meets "
             "the saved iterations) and --eval-iters"
         )
-    if checkpoint.ckpt_format == "torch":
-        _check_legacy(checkpoint)
+    if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
+        raise ValueError(f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss")
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         raise ValueError("--ckpt-convert-format and --ckpt-convert-save go together")
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron.conversion.rank_layout import Layout
 from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.training.checkpoint_dir import iteration_directory, iteration_of
+from megatron.training.checkpoint_dir import iteration_directory
 from megatron.training.config import CheckpointConfig
 from megatron.training.initialize import print_rank_0
-from megatron.training.legacy_save import intermediate_directory, rewrite_as_legacy
+from megatron.training.legacy_save import rewrite_as_legacy
 from megatron.training.retention import Retention, RetentionPolicy
 
 
@@ -51,7 +49,7 @@ class CheckpointSaver:
     ) -> None:
         """Begin a save under `root`, waiting for the one before; without --async-save also end it.
 
-        With `legacy` in Megatron-LM's legacy format for that layout; then training always waits.
+        With `legacy` in Megatron-LM's legacy format for that layout.
         """
         if self._saver is None:
             self._saver = self._make_saver()
@@ -60,10 +58,9 @@ class CheckpointSaver:
         self._retention.wait()
         self._waited = time.perf_counter() - began
         directory = iteration_directory(root, iteration)
-        if legacy is not None:
-            self._save_legacy(self._saver, state, directory, common, legacy)
-            return
-        self._saver.save(state, directory, common=common, on_commit=self._committing(root, iteration))
+        rewrite = None if legacy is None else partial(rewrite_as_legacy, layout=legacy)
+        on_commit = self._committing(root, iteration)
+        self._saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite)
         if self._config.async_save:
             self.after_iteration()
         else:
@@ -130,40 +127,6 @@ class CheckpointSaver:
             return
         if removed:
             self._removals.append(f"removed {', '.join(path.name for path in removed)}")
-
-    def _save_legacy(
-        self, saver: AsyncSaver, state: ShardedStateDict, directory: Path, common: dict[str, Any], layout: Layout
-    ) -> None:
-        """All ranks write torch_dist, rank 0 turns it into legacy files."""
-        began, stored = time.perf_counter(), intermediate_directory(directory)
-        saver.save(state, stored, common=common)
-        (report,) = saver.finish()
-        report.directory = directory
-        # Together: rank 0 may not remove what another rank has yet to find committed.
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, report.error)
-        report.error = report.error or next((error for error in errors if error is not None), None)
-        written = time.perf_counter()
-        if report.error is None:
-            report.error = self._rewrite(stored, directory, layout)
-            now = time.perf_counter()
-            report.commit += now - written
-            report.blocking = report.total = now - began
-        self._tell([report], together=True)
-
-    def _rewrite(self, stored: Path, directory: Path, layout: Layout) -> str | None:
-        """Why it failed, or None; the same on all ranks."""
-        reason: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            try:
-                rewrite_as_legacy(stored, directory, layout)
-                self._committing(directory.parent, iteration_of(directory))()
-            except Exception as error:  # whatever it is, the other ranks wait for the outcome
-                reason = [f"{type(error).__name__}: {error}"]
-            finally:
-                shutil.rmtree(stored, ignore_errors=True)
-        dist.broadcast_object_list(reason, src=0)
-        return reason[0]
 
     def _tell(self, reports: list[SaveReport], together: bool) -> None:
         """`together`: all ranks are at the same place, and can stop there."""

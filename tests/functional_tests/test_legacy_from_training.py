@@ -47,6 +47,30 @@ def test_without_the_distributed_optimizer(pool, tmp_path, precision):
     assert_same_bits(whole(loaded), whole(saved))
 
 
-def test_what_cannot_be_asked_for(pool):
-    with pytest.raises(ValueError, match="--async-save needs torch_dist"):
-        pool.run(train, 1, f"{FLAGS} --ckpt-format torch --async-save")
+def test_behind_training(pool, tmp_path):
+    """Every file is the one that training would have waited for."""
+    world_size, flags = LAYOUTS["tp2_dp2"]
+    flags = f"{FLAGS} {flags} --ckpt-format torch --save-interval 2"
+    pool.run(train, world_size, f"{flags} --save {tmp_path / 'sync'}")
+    pool.run(train, world_size, f"{flags} --save {tmp_path / 'async'} --async-save")
+    names = [name for name in files(tmp_path / "sync") if name.endswith(".pt")]
+    assert len(names) == 3 * 4 and files(tmp_path / "async") == files(tmp_path / "sync")
+    for name in names:
+        one, other = (torch.load(tmp_path / mode / name, weights_only=False) for mode in ("sync", "async"))
+        assert_same(one, other, name)
+
+
+def assert_same(one, other, place):
+    """Everything in two legacy files, but for the arguments that differ."""
+    assert type(one) is type(other), place
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), place
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), place
+        for key in one.keys() - {"args"}:
+            assert_same(one[key], other[key], f"{place}: {key}")
+    elif isinstance(one, list):
+        for index, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{place}[{index}]")
+    else:
+        assert str(one) == str(other), place

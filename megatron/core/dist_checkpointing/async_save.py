@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.commit import PendingSave, RankResult
+from megatron.core.dist_checkpointing.commit import PendingSave, RankResult, Rewrite
 from megatron.core.dist_checkpointing.coordination import Coordination
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import check_free_space
@@ -67,6 +67,7 @@ class _Job:
     objects: ObjectFile | None
     common: bytes
     on_commit: Callable[[], None] | None
+    rewrite: Rewrite | None
     snapshot_error: Exception | None
 
 
@@ -140,19 +141,21 @@ class AsyncSaver:
         common: dict[str, Any],
         on_commit: Callable[[], None] | None = None,
         volatile: Collection[str] = (),
+        rewrite: Rewrite | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
 
         `common` is stored by rank 0. `volatile` names tensors that the next forward or backward pass changes: they are
         copied before this returns, all others until `wait_staged`. `on_commit` runs on rank 0, in the background, right
-        after the commit (it moves the tracker). Only planning errors are raised; all others are reported.
+        after the commit (it moves the tracker), `rewrite` there right before it, to store the checkpoint in another
+        form. Only planning errors are raised; all others are reported.
         """
         started = time.perf_counter()
         self._wait_for_current()
         self._plan = plan = self._make_plan(state)
         report = SaveReport(Path(directory), bytes=plan.nbytes, total_bytes=plan.total_bytes)
         self._count += 1
-        job = _Job(report, started, plan, f"{plan.nonce}-{self._count}", None, None, b"", on_commit, None)
+        job = _Job(report, started, plan, f"{plan.nonce}-{self._count}", None, None, b"", on_commit, rewrite, None)
         try:
             self._take_snapshot(job, state, common, frozenset(volatile))
         except Exception as error:
@@ -287,7 +290,7 @@ class AsyncSaver:
         if self._coordination.is_coordinator:
             result = save.collect(self._timeout)
             assert job.plan.metadata is not None
-            save.commit(result, job.plan.metadata.encode(result.objects), job.common)
+            save.commit(result, job.plan.metadata.encode(result.objects), job.common, job.rewrite)
             if job.on_commit is not None:
                 _after_commit(job.on_commit)
         else:

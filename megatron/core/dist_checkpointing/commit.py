@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,12 @@ from megatron.core.dist_checkpointing import files
 from megatron.core.dist_checkpointing.checksums import FileChecksums, checksums_of, encode_checksums
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.metadata import Location
+
+Rewrite = Callable[[Path, Callable[[int], None]], None]
+"""Puts other files in the place of a checkpoint's, durably, in the directory where it grows.
+
+It calls its second argument now and then, with the bytes just written, so that the other ranks know that it lives.
+"""
 
 _DONE, _FAILED = ".done", ".failed"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks
@@ -86,7 +92,7 @@ class PendingSave(NamedTuple):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def commit(self, result: RankResult, metadata: bytes, common: bytes) -> None:
+    def commit(self, result: RankResult, metadata: bytes, common: bytes, rewrite: Rewrite | None = None) -> None:
         """On rank 0: complete the checkpoint and give it its name."""
         metadata_json = json.dumps(files.BACKEND).encode()
         contents = {files.COMMON: common, files.METADATA: metadata, files.METADATA_JSON: metadata_json}
@@ -97,6 +103,8 @@ class PendingSave(NamedTuple):
         files.write_durably(self.pending / files.CHECKSUMS, encode_checksums(sums))
         for name, content in contents.items():
             files.write_durably(self.pending / name, content)
+        if rewrite is not None:
+            rewrite(self.pending, lambda _: self._show_life())
         files.put_in_place(self.pending, self.directory)
 
     def abandon(self, reason: str) -> None:
@@ -119,11 +127,18 @@ class PendingSave(NamedTuple):
         return self._note().exists() or not self.pending.exists()
 
     def await_outcome(self, timeout: float) -> None:
-        """On the other ranks: wait until rank 0 has committed. Raises CheckpointError if it does not."""
-        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
-        while self.pending.exists() and not self._note().exists():
+        """On the other ranks: wait until rank 0 has committed. Raises CheckpointError if it does not.
+
+        `timeout` seconds without a sign of life from rank 0 are too many.
+        """
+        seen, deadline, pause = None, time.monotonic() + timeout, _FIRST_PAUSE
+        while (life := self._sign_of_life()) is not None and not self._note().exists():
+            if life != seen:
+                seen, deadline = life, time.monotonic() + timeout
             if time.monotonic() > deadline:
-                raise CheckpointError(f"rank 0 did not commit {self.directory} within {timeout:.0f} s: dead or hanging")
+                raise CheckpointError(
+                    f"rank 0 did not commit {self.directory}, silent for {timeout:.0f} s: dead or hanging"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         with contextlib.suppress(OSError):
@@ -145,8 +160,18 @@ class PendingSave(NamedTuple):
 
     def _names(self) -> list[str]:
         """Fresh even over NFS: changing the directory's times makes the client drop what it has cached of it."""
-        os.utime(self.pending)
+        self._show_life()
         return os.listdir(self.pending)
+
+    def _show_life(self) -> None:
+        os.utime(self.pending)
+
+    def _sign_of_life(self) -> int | None:
+        """The time that rank 0 sets again and again while it works; None when the directory is gone."""
+        try:
+            return self.pending.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _merge(self, names: list[str]) -> RankResult:
         result = RankResult({}, {})

@@ -395,6 +395,31 @@ def test_a_dead_rank_fails_the_save_in_time(pool, tmp_path, victim):
     assert_sharded(tmp_path / "0", 2, 0)
 
 
+def rewriting_slowly(rank, size, root, lively):
+    def rewrite(directory, progress):
+        for _ in range(8):
+            time.sleep(0.25)
+            if lively:
+                progress(1)
+        (directory / "added").write_text("a file of another form")
+
+    with AsyncSaver(timeout=1) as saver:
+        error = saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
+        dist.barrier()
+        return error
+
+
+@pytest.mark.parametrize("lively", [True, False])
+def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, lively):
+    """However long it takes, as long as rank 0 shows that it lives."""
+    errors = pool.run(rewriting_slowly, 2, str(tmp_path), lively)
+    assert errors[0] is None
+    assert errors[1] is None if lively else "silent for 1 s" in errors[1]
+    if lively:
+        assert (tmp_path / "0/added").read_text() == "a file of another form"
+        assert_sharded(tmp_path / "0", 2, 0)
+
+
 # Crashes and leaks
 
 CRASHING = """
@@ -498,7 +523,9 @@ def usage():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator keeps for later is no leak
     resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resident, len(os.listdir("/proc/self/fd")), threading.active_count(), sorted(os.listdir("/dev/shm"))
+    mapped = sorted(line.split()[5] for line in open("/proc/self/maps") if "/dev/shm/" in line)
+    named = [name for name in os.listdir("/dev/shm") if str(os.getpid()) in name]  # those of other programs come and go
+    return resident, len(os.listdir("/proc/self/fd")), threading.active_count(), mapped, named
 
 root, saves = sys.argv[1], int(sys.argv[2])
 state = {key: ShardedTensor.replicated(key, torch.randn(500_000)) for key in "abcdef"}
