@@ -1,6 +1,9 @@
 """Fixtures for every test directory."""
 
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,3 +37,41 @@ def pool() -> Iterator[DistributedPool]:
     distributed_pool = DistributedPool(max_workers=4)
     yield distributed_pool
     distributed_pool.close()
+
+
+class Disk:
+    """A small file system of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mount(self, options: str) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(self.path)], check=True, capture_output=True)
+
+    def remount(self, options: str) -> bool:
+        """Whether it was possible: not read-only, while files are open for writing."""
+        command = ["mount", "-o", f"remount,{options}", str(self.path)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], capture_output=True)
+
+    @property
+    def used(self) -> int:
+        """Bytes."""
+        status = os.statvfs(self.path)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """Not mounted yet."""
+    disk = Disk(tmp_path / "disk")
+    disk.path.mkdir()
+    try:
+        disk.mount("size=1m")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs to mount a file system")
+    disk.unmount()
+    yield disk
+    disk.unmount()

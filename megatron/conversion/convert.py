@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_hug
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.rank_layout import Layout
+from megatron.conversion.target import alone_in, put_in_place
 from megatron.conversion.torch_dist_writer import write_torch_dist
 from megatron.conversion.universal_writer import UniversalOptions, write_universal
 from megatron.core.dist_checkpointing import write_tracker
@@ -118,20 +118,25 @@ def convert(
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
         raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
     changed = Changed(source, options)
-    starting(sum(info.nbytes for info in changed.tensors.values()))
+    starting(bytes_to_write(changed, saver, options))
     partial = save_dir.with_name(f".{save_dir.name}.converting")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with alone_in(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         sync_tree(partial)
         verified = compare(changed, open_checkpoint(partial)) if verify else None
-        _put_in_place(partial, save_dir)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        put_in_place(partial, save_dir)
     unused = [f"unused in the source: {name}" for name in source.unused]
     return Outcome(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
+
+
+def bytes_to_write(source: Source, saver: str, options: Options) -> int:
+    """About how many: without the little that a format adds."""
+    weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
+    if saver == "hf" and not options.optim_sidecar:
+        return sum(info.nbytes for info in weights)
+    if saver == "universal":  # main parameters and two moments, in fp32
+        return sum(3 * 4 * math.prod(info.shape) for info in weights)
+    return sum(info.nbytes for info in source.tensors.values())
 
 
 class Changed:
@@ -211,11 +216,3 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
     not_carried = write(root / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"))
     write_tracker(root, iteration)
     return not_carried
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.replaced")
-    if target.exists():
-        os.replace(target, old)
-    os.replace(partial, target)
-    shutil.rmtree(old, ignore_errors=True)

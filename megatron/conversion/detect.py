@@ -30,6 +30,10 @@ class Hints:
     optimizer: bool = True  # False: the state beside a Hugging Face model is left alone
 
 
+class NoCheckpointError(ValueError):
+    """A path does not name one checkpoint in a format that we know."""
+
+
 Opener = Callable[[Path, Hints], Source]
 
 # Format -> (is it one?, open it).
@@ -50,14 +54,16 @@ READERS: dict[str, tuple[Callable[[Path], bool], Opener]] = {
 def locate(root: Path, step: int | None = None) -> Path:
     """The directory that holds the files: `root` itself, or the iteration that `step` or its tracker names.
 
-    Raises ValueError when there is nothing.
+    Raises NoCheckpointError when there is nothing.
     """
     if step is None and any(is_one(root) for is_one, _ in READERS.values()):
         return root
     newest = read_tracker(root) if step is None else step
     if newest is None:
         found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
-        raise ValueError(f"{root} is no checkpoint in a format that we know ({', '.join(READERS)}); it holds: {found}")
+        raise NoCheckpointError(
+            f"{root} is no checkpoint in a format that we know ({', '.join(READERS)}); it holds: {found}"
+        )
     directory = root / (newest if isinstance(newest, str) else f"iter_{newest:07d}")
     universal = root / f"global_step{newest}_universal"
     if universal.is_dir() and not directory.is_dir():
@@ -65,16 +71,16 @@ def locate(root: Path, step: int | None = None) -> Path:
     if not directory.is_dir():
         named = f"--ckpt-step {step}" if step is not None else f"the tracker in {root} says {newest}, but"
         there = ", ".join(sorted(path.name for path in root.glob("iter_*"))) or "no iteration"
-        raise ValueError(f"{named} {directory} does not exist; there is {there}")
+        raise NoCheckpointError(f"{named} {directory} does not exist; there is {there}")
     return directory
 
 
 def detect(directory: Path) -> str:
-    """The format of a directory. Raises ValueError unless it is exactly one."""
+    """The format of a directory. Raises NoCheckpointError unless it is exactly one."""
     formats = [name for name, (is_one, _) in READERS.items() if is_one(directory)]
     if len(formats) != 1:
         what = "looks like " + " and ".join(formats) if formats else "is in no format that we know"
-        raise ValueError(f"{directory} {what}: name it with --loader ({', '.join(READERS)})")
+        raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(READERS)})")
     return formats[0]
 
 

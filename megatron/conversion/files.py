@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron.core.dist_checkpointing.files import fsync_directory, naming
+
 Progress = Callable[[int], None]  # called with the number of bytes just written
 
 
@@ -34,6 +38,20 @@ def committed(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
+    """Into the existing file, which is open meanwhile only: any number of files can be written in turns."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    view = memoryview(array)
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        with naming(path):
+            while view:
+                count = os.pwrite(descriptor, view, position)
+                view, position = view[count:], position + count
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -71,12 +89,15 @@ def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
 def sync_tree(directory: Path) -> None:
     """Make every file and directory below `directory` durable."""
     for folder, _, names in os.walk(directory):
-        for path in [os.path.join(folder, name) for name in names] + [folder]:
+        for name in names:
+            path = os.path.join(folder, name)
             handle = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(handle)
+                with naming(path):
+                    os.fsync(handle)
             finally:
                 os.close(handle)
+        fsync_directory(Path(folder))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

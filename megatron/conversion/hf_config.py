@@ -391,7 +391,7 @@ def read_config(
         listed = ", ".join(f"{name} = {hf[name]!r}" for name in unknown)
         raise ValueError(
             f"config.json has fields that are not supported and may change what the model computes: {listed}. "
-            f"If they do not, give --hf-ignore-fields {' '.join(unknown)}"
+            f"If they do not, convert it with --hf-ignore-fields {' '.join(unknown)}"
         )
     result = dict(args)
     for rule in rules:

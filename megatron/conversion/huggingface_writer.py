@@ -1,32 +1,24 @@
-"""Write a `Source` as a Hugging Face directory, one tensor at a time."""
+"""Write a `Source` as a Hugging Face directory, a few rows at a time."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.conversion import hf_sidecar
-from megatron.conversion.files import (
-    Progress,
-    committed,
-    make_empty_directory,
-    no_progress,
-    run_jobs,
-    sync_tree,
-    write_json,
-)
+from megatron.conversion.files import Progress, make_empty_directory, no_progress, sync_tree, write_json
 from megatron.conversion.hf_families import Family, Place, choose_family
 from megatron.conversion.hf_tokenizer import export_tokenizer, write_generation_config
 from megatron.conversion.model_config import WORD_EMBEDDINGS, model_config, model_tensors
-from megatron.conversion.model_space import Source, TensorInfo, optimizer_key
-from megatron.conversion.row_maps import scatter
-from megatron.conversion.safetensors_file import SafetensorsWriter
+from megatron.conversion.model_space import Shape, Source, TensorInfo, optimizer_key
+from megatron.conversion.row_maps import RowMap, as_is
+from megatron.conversion.weight_files_writer import Outgoing, write_weight_files
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -38,15 +30,6 @@ class HuggingFaceOptions:
     tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
     optim_sidecar: bool = False
     workers: int = 1
-
-
-@dataclass(frozen=True)
-class _Item:
-    """One tensor of a file: its rows `source` of a place, or a whole tensor of the sidecar."""
-
-    name: str
-    info: TensorInfo
-    produce: Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 def write_huggingface(
@@ -65,13 +48,14 @@ def write_huggingface(
     optimizer = hf_sidecar.sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
 
     make_empty_directory(directory)
-    weights = [item for place in places for item in _weight_items(source, place, config.params_dtype)]
-    _write_files(directory, "model", weights, options, progress)
+    limits = (options.max_shard_size, options.workers, progress)
+    weights = [_weight(source, place, config.params_dtype) for place in places]
+    write_weight_files(directory, "model", weights, *limits)
     if optimizer:
-        states = [_state_item(source, key, *where) for key, where in optimizer.items()]
+        states = [_state(source, key, *where) for key, where in optimizer.items()]
         folder = directory / hf_sidecar.DIRECTORY
         folder.mkdir()
-        hf_sidecar.write_state(folder, source, _write_files(folder, "optimizer", states, options, progress))
+        hf_sidecar.write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
     token_ids, lost = export_tokenizer(source.args, options.tokenizer, directory)
     write_generation_config(directory, token_ids)
     sync_tree(directory)
@@ -109,77 +93,33 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Plac
         raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
 
 
-def _weight_items(source: Source, place: Place, dtype: torch.dtype) -> list[_Item]:
-    return [
-        _Item(name, TensorInfo(shape, dtype), partial(_stored_tensor, source, place, number, dtype))
-        for number, (name, shape) in enumerate(zip(place.names, place.stored_shapes(), strict=True))
-    ]
-
-
-def _stored_tensor(
-    source: Source, place: Place, number: int, dtype: torch.dtype, cache: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """`cache` keeps the last model-space tensor: q, k and v follow each other."""
-    if place.key not in cache:
-        cache.clear()
-        cache[place.key] = _best(source, place).to(dtype)
-    stored = scatter(place.row_map, number, cache[place.key])
-    return stored.t() if place.transposed else stored
-
-
-def _best(source: Source, place: Place) -> torch.Tensor:
-    """The fp32 main parameter, cast only once, where there is one."""
+def _weight(source: Source, place: Place, dtype: torch.dtype) -> Outgoing:
+    """From the fp32 main parameter, cast only once, where there is one."""
     main = optimizer_key("param", place.key)
+    infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
     key = main if main in source.tensors else place.key
-    return source.read(key, (0,) * len(place.shape), place.shape)
+    return _outgoing(source, key, place.names, infos, place.shape, place.row_map, place.transposed)
 
 
-def _state_item(source: Source, key: str, read: str, info: TensorInfo) -> _Item:
-    def produce(cache: dict[str, torch.Tensor]) -> torch.Tensor:
-        return source.read(read, (0,) * len(info.shape), info.shape).to(info.dtype)
-
-    return _Item(key, info, produce)
+def _state(source: Source, key: str, read: str, info: TensorInfo) -> Outgoing:
+    return _outgoing(source, read, [key], [info], info.shape, as_is(info.shape[0]))
 
 
-def _write_files(
-    directory: Path, stem: str, items: list[_Item], options: HuggingFaceOptions, progress: Progress
-) -> list[str]:
-    """One file or numbered shards with an index; returns the names of the files."""
-    shards = _shards(items, options.max_shard_size)
-    names = [f"{stem}.safetensors"]
-    if len(shards) > 1:
-        names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    jobs = [partial(_write_file, directory / name, shard, progress) for name, shard in zip(names, shards, strict=True)]
-    run_jobs(jobs, options.workers)
-    if len(shards) > 1:
-        metadata = {
-            "total_size": sum(item.info.nbytes for item in items),
-            "total_parameters": sum(item.info.nbytes // item.info.dtype.itemsize for item in items),
-        }
-        weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
-        write_json(directory / f"{stem}.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
-    return names
+def _outgoing(
+    source: Source,
+    key: str,
+    names: Sequence[str],
+    infos: Sequence[TensorInfo],
+    shape: Shape,
+    row_map: RowMap,
+    transposed: bool = False,
+) -> Outgoing:
+    dtype = infos[0].dtype
 
+    def read(first: int, count: int) -> torch.Tensor:
+        return source.read(key, (first,) + (0,) * (len(shape) - 1), (count, *shape[1:])).to(dtype)
 
-def _write_file(path: Path, items: list[_Item], progress: Progress) -> None:
-    cache: dict[str, torch.Tensor] = {}
-    with committed(path) as temporary, SafetensorsWriter(temporary, {item.name: item.info for item in items}) as file:
-        for item in items:
-            file.write(item.name, item.produce(cache))
-            progress(item.info.nbytes)
-
-
-def _shards(items: list[_Item], limit: int) -> list[list[_Item]]:
-    """Filled in order; a tensor larger than the limit has a file of its own."""
-    shards: list[list[_Item]] = [[]]
-    size = 0
-    for item in items:
-        if shards[-1] and size + item.info.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += item.info.nbytes
-    return shards
+    return Outgoing(names, infos, row_map, transposed, shape[0], math.prod(shape[1:]), read)
 
 
 def _config_json(family: Family, config: TransformerConfig, token_ids: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron.conversion.model_space import OPTIMIZER_STATES, Source, TrainingSt
 from megatron.conversion.rank_layout import Layout, LocalParameter, has_fused_norms, rank_parameters, with_fused_norms
 from megatron.conversion.scatter import Place, scatter
 from megatron.core.dist_checkpointing.archive import TensorSlot, lay_out_archive
-from megatron.core.dist_checkpointing.files import fsync_directory
+from megatron.core.dist_checkpointing.files import fsync_directory, naming
 from megatron.core.utils import round_up
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -208,7 +208,7 @@ def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list
     """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
     layout = lay_out_archive(content)
     result = []
-    with path.open("wb") as file:
+    with naming(path), path.open("wb") as file:
         file.truncate(layout.size)
         for position, fixed in layout.fixed:
             file.seek(position)

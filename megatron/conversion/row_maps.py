@@ -13,8 +13,9 @@ Columns are never moved, so a box of rows and columns needs these rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -123,3 +124,54 @@ def scatter(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
         base += block.rows
     pieces.sort(key=lambda piece: piece[0])
     return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
+
+
+class Share(NamedTuple):
+    """Stored tensor number `source` gets, at its row `at`, the rows `[offset, offset + rows)` of each of `groups`."""
+
+    source: int
+    at: int
+    groups: int
+    offset: int
+    rows: int
+
+    def of(self, run: torch.Tensor) -> torch.Tensor:
+        """The stored rows, from all rows of the run."""
+        groups = run.unflatten(0, (self.groups, len(run) // self.groups))
+        return groups[:, self.offset : self.offset + self.rows].flatten(0, 1)
+
+
+class Run(NamedTuple):
+    """Model rows `[first, first + rows)`, and who gets which of them."""
+
+    first: int
+    rows: int
+    shares: tuple[Share, ...]
+
+
+def runs(row_map: RowMap, most: int) -> Iterator[Run]:
+    """All model rows in runs of at most `most` rows (or one group), each row once: `scatter` a little at a time."""
+    base = 0
+    for block in row_map:
+        if block.groups == 1:
+            yield from _runs_of_parts(block, base, most)
+        else:
+            yield from _runs_of_groups(block, base, max(1, most // block.group_rows))
+        base += block.rows
+
+
+def _runs_of_parts(block: Interleave, base: int, most: int) -> Iterator[Run]:
+    for part in block.parts:
+        for first in range(0, part.rows, most):
+            count = min(most, part.rows - first)
+            yield Run(base + first, count, (Share(part.source, part.start + first, 1, 0, count),))
+        base += part.rows
+
+
+def _runs_of_groups(block: Interleave, base: int, most: int) -> Iterator[Run]:
+    for first in range(0, block.groups, most):
+        groups, offset, shares = min(most, block.groups - first), 0, []
+        for part in block.parts:
+            shares.append(Share(part.source, part.start + first * part.rows, groups, offset, part.rows))
+            offset += part.rows
+        yield Run(base + first * block.group_rows, groups * block.group_rows, tuple(shares))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from megatron.conversion.files import write_at
 from megatron.conversion.model_space import Shape, TensorInfo
 
 _DTYPES = {
@@ -108,10 +110,13 @@ class SafetensorsFile:
 
 
 class SafetensorsWriter:
-    """Write one file tensor by tensor, in the order of `tensors`; sizes are known before the data."""
+    """Write one file, any rows of any tensor in any order and from several threads: their places are known before."""
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._pending = dict(tensors)
+        self._tensors = dict(tensors)
+        self._starts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._missing = sum(info.nbytes for info in tensors.values())
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
         position = 0
         for name, info in tensors.items():
@@ -120,25 +125,27 @@ class SafetensorsWriter:
                 "shape": list(info.shape),
                 "data_offsets": [position, position + info.nbytes],
             }
+            self._starts[name] = position
             position += info.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
-        self._file = path.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        self._base = 8 + len(text)
+        self._path = path
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        expected, info = next(iter(self._pending.items()))
-        assert name == expected and tuple(tensor.shape) == info.shape and tensor.dtype == info.dtype, (name, expected)
-        self._write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        del self._pending[name]
-
-    def _write(self, view: memoryview) -> None:
-        while view:
-            view = view[self._file.write(view) :]
+    def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
+        """`tensor` is the rows of `name` from `row` on."""
+        info = self._tensors[name]
+        assert tensor.dtype == info.dtype and tuple(tensor.shape[1:]) == info.shape[1:], (name, tensor.shape)
+        position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
+        assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
+        position += self._base + self._starts[name]
+        write_at(self._path, tensor.contiguous(), position)
+        with self._lock:
+            self._missing -= tensor.nbytes
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self._file.close()
-        assert kind is not None or not self._pending, f"not written: {list(self._pending)}"
+        assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"

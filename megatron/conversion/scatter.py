@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.files import Progress
+from megatron.conversion.files import Progress, write_at
 from megatron.conversion.model_space import Shape, Source
 
 _BLOCK = 32 << 20  # bytes read at once
@@ -47,17 +46,5 @@ def _write_part(block: torch.Tensor, first: int, place: Place) -> int:
     columns = tuple(slice(o, o + n) for o, n in zip(place.offset[1:], place.shape[1:], strict=True))
     part = block[(slice(low - first, high - first), *columns)].contiguous()
     row = part.nbytes // len(part)
-    _pwrite(place.path, part, place.position + (low - place.offset[0]) * row)
+    write_at(place.path, part, place.position + (low - place.offset[0]) * row)
     return part.nbytes
-
-
-def _pwrite(path: Path, tensor: torch.Tensor, position: int) -> None:
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    view = memoryview(array)
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        while view:
-            count = os.pwrite(descriptor, view, position)
-            view, position = view[count:], position + count
-    finally:
-        os.close(descriptor)

@@ -116,23 +116,23 @@ def _whole(key: str, info: TensorInfo) -> TensorSpec:
 def _write_file(source: Source, path: Path, layout: FileLayout, progress: Progress) -> FileChecksums:
     """Stream the items of one file through a page-aligned buffer (for direct writes) into it."""
     shard = ShardFile(path, layout.size)
+    buffer = memoryview(mmap.mmap(-1, _BUFFER))  # goes with its last slice, which an error's traceback may hold
     durable = False
     try:
-        with mmap.mmap(-1, _BUFFER) as memory, memoryview(memory) as buffer:
-            filled, offset = 0, 0
-            for segment in _segments(source, layout):
-                position = 0
-                while position < len(segment):
-                    count = min(len(segment) - position, _BUFFER - filled)
-                    buffer[filled : filled + count] = segment[position : position + count]
-                    filled, position = filled + count, position + count
-                    if filled == _BUFFER:
-                        shard.write(offset, buffer, filled)
-                        filled, offset = 0, offset + _BUFFER
-                        progress(_BUFFER)
-            if filled:
-                shard.write(offset, buffer, filled)
-                progress(filled)
+        filled, offset = 0, 0
+        for segment in _segments(source, layout):
+            position = 0
+            while position < len(segment):
+                count = min(len(segment) - position, _BUFFER - filled)
+                buffer[filled : filled + count] = segment[position : position + count]
+                filled, position = filled + count, position + count
+                if filled == _BUFFER:
+                    shard.write(offset, buffer, filled)
+                    filled, offset = 0, offset + _BUFFER
+                    progress(_BUFFER)
+        if filled:
+            shard.write(offset, buffer, filled)
+            progress(filled)
         durable = True
     finally:
         checksums = shard.close(durable)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron.conversion.row_maps import qkv_blocks, scatter
 from megatron.conversion.universal_files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
 from megatron.conversion.universal_names import STYLES, Style, cat_dim
 from megatron.conversion.universal_run import foreign_parts, write_args, write_groups, write_scheduler
+from megatron.core.dist_checkpointing.files import naming
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
@@ -196,6 +197,31 @@ def _style(name: str | None, config: TransformerConfig) -> Style:
     return STYLES[name]
 
 
+class _Sink:
+    """What torch.save writes to: it turns every error into one of its own, so the real one is kept."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
 def _save(path: Path, value: Any) -> None:
-    with committed(path) as temporary:
-        torch.save(value, temporary)
+    """Raises OSError that names the file where it cannot be written."""
+    with committed(path) as temporary, naming(temporary), temporary.open("wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(value, sink)  # type: ignore[arg-type]
+        except RuntimeError:
+            if sink.error is not None:
+                raise sink.error from None
+            raise

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megatron.conversion.detect import detect, locate, open_checkpoint
+from megatron.conversion.detect import Hints, NoCheckpointError, detect, locate, open_checkpoint
 from megatron.conversion.load import load_from_source
 from megatron.conversion.model_config import WORD_EMBEDDINGS
 from megatron.conversion.model_space import Source
-from megatron.core.dist_checkpointing import ShardedStateDict, load_common
+from megatron.core.dist_checkpointing import CheckpointError, ShardedStateDict, load_common
 from megatron.training.checkpoint_args import check_same_model, stored_args
 from megatron.training.checkpoint_dir import find_checkpoint
 from megatron.training.config import CheckpointConfig
@@ -18,17 +18,20 @@ from megatron.training.run import Run, TrainState
 
 
 def foreign_source(config: CheckpointConfig) -> Source | None:
-    """What --load names, if another program wrote it; None for our own form, and where there is nothing."""
+    """What --load names, if another program wrote it; None for our own form, and where there is nothing.
+
+    Raises ValueError for one that is damaged or unsupported.
+    """
     if config.load is None:
         return None
     try:
         directory = locate(Path(config.load), config.ckpt_step)
         form = detect(directory)
-    except ValueError:
+    except (NoCheckpointError, CheckpointError):
         return None  # whoever looks for our own form explains what is wrong
     if form == "torch_dist" and load_common(directory).get("content_metadata", {}).get("non_homogeneous_layers"):
         return None
-    return open_checkpoint(directory)
+    return open_checkpoint(directory, hints=Hints(optimizer=not config.finetune))
 
 
 def stored_vocab_size(config: CheckpointConfig, source: Source | None) -> int | None:

@@ -18,8 +18,9 @@ if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
     sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
 
 import argparse  # noqa: E402
+import signal  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -35,6 +36,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.training.arguments import make_parser, parse_flags  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+MEANT_FOR = {  # option -> the savers that it says something to
+    "target_tensor_parallel_size": ("legacy", "universal"),
+    "target_pipeline_parallel_size": ("legacy",),
+    "target_virtual_pipeline_parallel_size": ("legacy",),
+    "save_optim_sidecar": ("hf",),
+    "max_shard_size": ("hf",),
+    "true_vocab_size": ("hf", "universal"),
+    "tokenizer": ("hf",),
+    "universal_style": ("universal",),
+    "target_qkv_blocks": ("universal",),
+}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -55,7 +69,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--dtype", choices=[*DTYPES], help="of the weights; default: as the source")
     parser.add_argument("--no-optim", action="store_true", help="leave the optimizer state out")
     parser.add_argument("--save-optim-sidecar", action="store_true", help="for hf: keep the optimizer beside the model")
-    parser.add_argument("--max-shard-size", default="5GB", help="for hf: largest file of weights")
+    parser.add_argument("--max-shard-size", help="for hf: largest file of weights; default: 5GB")
     parser.add_argument("--true-vocab-size", type=int, help="for hf, universal: tokens to keep")
     parser.add_argument("--tokenizer", type=Path, help="for hf: tokenizer to put beside the model")
     parser.add_argument(
@@ -82,6 +96,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return args, given
 
 
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """Options that were given, and mean nothing to the saver."""
+    given = [name for name, savers in MEANT_FOR.items() if vars(args)[name] and args.saver not in savers]
+    return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
+
+
 def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
     options = Options(
         args.target_tensor_parallel_size,
@@ -91,7 +111,7 @@ def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
         not args.no_optim,
         args.true_vocab_size,
         args.tokenizer,
-        parse_size(args.max_shard_size),
+        parse_size(args.max_shard_size or "5GB"),
         args.save_optim_sidecar,
         args.workers,
         args.universal_style,
@@ -114,13 +134,28 @@ def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
         )
 
 
+def stop(number: int, frame: object) -> NoReturn:
+    """What was written so far is removed on the way out, which a second Ctrl-C does not cut short."""
+    for each in STOPPING:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
+    for number in STOPPING:
+        signal.signal(number, stop)
     try:
         args, given = parse(sys.argv[1:])
         outcome = run(args, given)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
+    except SystemExit as error:
+        if error.code in [128 + number for number in STOPPING]:
+            print("interrupted: nothing was written", file=sys.stderr)
+        raise
     print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
+    for name in without_effect(args):
+        print(f"   no effect: {name}")
     for name in outcome.not_carried:
         print(f"   not carried: {name}")
     if outcome.verified is not None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ BACKEND = {
     "common_backend_version": 1,
 }
 _PENDING, _REPLACED, _TEMPORARY = ".saving-", ".replaced-", ".tmp"
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An OSError of the block says which file it is about: those of a descriptor do not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def fsync_directory(directory: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.files import naming
 
 _PAGE = 4096
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
@@ -83,8 +84,9 @@ class ShardFile:
     def close(self, durable: bool) -> FileChecksums:
         try:
             if durable:
-                os.ftruncate(self._descriptor, self._size)
-                os.fsync(self._descriptor)
+                with naming(self._path):
+                    os.ftruncate(self._descriptor, self._size)
+                    os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
         return FileChecksums(self._size, bytes(self._digests))
@@ -94,7 +96,8 @@ class ShardFile:
         while position < len(view):
             direct = self._direct
             try:
-                position += os.pwrite(self._descriptor, view[position:], offset + position)
+                with naming(self._path):
+                    position += os.pwrite(self._descriptor, view[position:], offset + position)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise

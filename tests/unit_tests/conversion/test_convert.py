@@ -67,6 +67,24 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
     assert torch.equal(result.read(key, (0, 0), tuple(main.shape)), main.bfloat16())
 
 
+@pytest.mark.parametrize("sidecar", [False, True])
+@pytest.mark.parametrize("saver", FORMATS)
+def test_progress_reaches_what_was_announced(tmp_path, saver, sidecar):
+    write_torch_dist(random_source(LLAMA_ARGS | {"bf16": True}, vocab_size=4000), tmp_path / "run")
+    announced, written = [], []
+    options = Options(optim_sidecar=sidecar, workers=2)
+    convert(
+        tmp_path / "run",
+        tmp_path / "out",
+        saver,
+        options=options,
+        progress=written.append,
+        starting=announced.append,
+    )
+    assert len(written) > 1 and len(announced) == 1
+    assert abs(sum(written) - announced[0]) < 0.05 * announced[0]
+
+
 def test_existing_target_is_kept_unless_told_otherwise(tmp_path):
     first_checkpoint(tmp_path / "run")
     (tmp_path / "out").mkdir()
@@ -90,6 +108,22 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_two_conversions_to_one_target_do_not_mix(tmp_path):
+    first_checkpoint(tmp_path / "run")
+    refused = []
+
+    def another_one(nbytes):
+        if not refused:
+            with pytest.raises(
+                ValueError, match=r"out\.converting: another conversion to the same --save-dir"
+            ) as error:
+                convert(tmp_path / "run", tmp_path / "out", "legacy")
+            refused.append(error)
+
+    convert(tmp_path / "run", tmp_path / "out", "hf", progress=another_one, verify=True)
+    assert refused and sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
 def test_sources_that_are_none(tmp_path):

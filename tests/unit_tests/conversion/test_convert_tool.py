@@ -70,6 +70,14 @@ def test_unknown_flags_are_named(tmp_path: Path) -> None:
     assert "--num-layer" in said and "--num-layers" in said
 
 
+def test_options_for_other_formats_are_named(tmp_path: Path) -> None:
+    write_huggingface(random_source(GPT_ARGS, optimizer=False), tmp_path / "hf")
+    flags = ["--max-shard-size", "1GB", "--target-pipeline-parallel-size", "2"]
+    said = run("--saver", "torch_dist", "--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", *flags)
+    assert "no effect: --max-shard-size (for hf)" in said
+    assert "no effect: --target-pipeline-parallel-size (for legacy)" in said
+
+
 def test_steps_of_a_universal_root(tmp_path: Path) -> None:
     write_universal(random_source(GPT_ARGS), tmp_path / "in", UniversalOptions())
     assert open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors

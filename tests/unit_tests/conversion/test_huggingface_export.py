@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import resource
 import shutil
 import stat
 from pathlib import Path
@@ -101,6 +103,19 @@ def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
     with pytest.raises(ValueError, match="--true-vocab-size 97 is more than the 96 rows"):
         write_huggingface(source, tmp_path / "more", HuggingFaceOptions(vocab_size=97))
+
+
+def test_more_files_than_can_be_open(tmp_path: Path) -> None:
+    """A large model in small shards: none is kept open."""
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
+    try:
+        write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(max_shard_size=1, workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 16
+    assert_same_source(HuggingFaceSource(tmp_path / "hf"), source)
 
 
 def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from megatron.conversion.row_maps import RowMap, as_is, gather, qkv_apart, qkv_blocks, scatter, stacked, stored_rows
+from megatron.conversion.row_maps import (
+    RowMap,
+    as_is,
+    gather,
+    qkv_apart,
+    qkv_blocks,
+    runs,
+    scatter,
+    stacked,
+    stored_rows,
+)
 
 
 def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
@@ -36,6 +46,23 @@ def test_both_directions(name: str) -> None:
             assert torch.equal(gather(row_map, start, stop, read), model[start:stop]), (start, stop)
     for number, tensor in enumerate(stored):
         assert torch.equal(scatter(row_map, number, model), tensor)
+
+
+@pytest.mark.parametrize("most", [1, 5, 7, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_runs_are_the_same_a_little_at_a_time(name: str, most: int) -> None:
+    row_map, stored, model = CASES[name]
+    written = [torch.full_like(tensor, torch.nan) for tensor in stored]
+    read = []
+    for run in runs(row_map, most):
+        assert run.rows <= max(most, row_map[0].group_rows if row_map[0].groups > 1 else 1)
+        read += range(run.first, run.first + run.rows)
+        for share in run.shares:
+            rows = share.of(model[run.first : run.first + run.rows])
+            assert written[share.source][share.at : share.at + len(rows)].isnan().all()
+            written[share.source][share.at : share.at + len(rows)] = rows
+    assert sorted(read) == list(range(len(model)))
+    assert all(torch.equal(a, b) for a, b in zip(written, stored, strict=True))
 
 
 def test_blocks_must_divide() -> None:

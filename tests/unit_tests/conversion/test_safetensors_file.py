@@ -41,6 +41,21 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in TENSORS.items())
 
 
+def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items() if t.dim()}
+    with SafetensorsWriter(tmp_path / "c.safetensors", infos) as writer:
+        for name in reversed(infos):
+            for row in reversed(range(len(TENSORS[name]))):
+                writer.write(name, TENSORS[name][row : row + 1], row)
+    found = load_file(tmp_path / "c.safetensors")
+    assert all(torch.equal(found[name].float(), TENSORS[name].float()) for name in infos)
+    with (
+        pytest.raises(AssertionError, match="48 bytes of .* were not written"),
+        SafetensorsWriter(tmp_path / "d.safetensors", {"x": TensorInfo((4, 3), torch.float32)}),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_file, "_BLOCK", block)

@@ -1,0 +1,136 @@
+"""From training to transformers and back: the same next tokens, and a fine-tune that starts at the same loss."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from training_harness import COMMON, LAYOUTS, MODELS, train
+
+from megatron.conversion.convert import Options, convert
+from megatron.training.run_config import parse_args
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ((3, 1, 4), (15, 9), (26,), (53, 5, 8, 9), (7, 9, 3, 2, 3))
+NEW_TOKENS = 16
+# Weights that spread the logits: every choice of the next token is clear, and texts differ.
+RUN = "--mock-data --seq-length 32 --max-position-embeddings 32 --init-method-std 0.2 --train-iters 8 "
+SAVED_BY = {"llama": "tp2_pp2", "gpt2": "dp2_distributed_optimizer"}
+
+
+def torchrun(world_size, flags):
+    """As a user starts training."""
+    command = f"-m torch.distributed.run --standalone --nproc-per-node {world_size} pretrain_gpt.py {COMMON} {flags}"
+    subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request, tmp_path_factory):
+    """Name of the model, the run's directory and the model's."""
+    root = tmp_path_factory.mktemp(request.param)
+    world_size, layout = LAYOUTS[SAVED_BY[request.param]]
+    torchrun(world_size, f"{RUN} {MODELS[request.param]} {layout} --save {root / 'run'}")
+    convert(root / "run", root / "hf", "hf")
+    return request.param, root / "run", root / "hf"
+
+
+def generate(rank, world_size, flags):
+    """Greedy continuations of the prompts by the training program's own model, and the logits of their last tokens."""
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, forward_step)
+    (model,) = run.chunks
+    model.eval()
+    with torch.no_grad():
+        return [continue_greedily(model, prompt) for prompt in PROMPTS]
+
+
+def continue_greedily(model, prompt):
+    text = torch.tensor([prompt])
+    for _ in range(NEW_TOKENS):
+        logits = model(text, torch.arange(text.shape[1])[None])[0, -1]
+        text = torch.cat([text, logits.argmax().view(1, 1)], 1)
+    return text[0].tolist(), logits
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_transformers_generates_the_same_tokens(pool, trained, tp):
+    model, run, hf = trained
+    layout = f"--tensor-model-parallel-size {tp} --skip-train --load {run}"
+    ours = pool.run(generate, tp, f"{RUN} {MODELS[model]} {layout}")[0]
+    peer = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    for prompt, (text, logits) in zip(PROMPTS, ours, strict=True):
+        theirs = peer.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
+        )[0]
+        assert text == theirs.tolist()
+        with torch.no_grad():
+            torch.testing.assert_close(logits, peer(theirs[None, :-1]).logits[0, -1], atol=1e-4, rtol=0)
+    assert len({token for text, _ in ours for token in text[-NEW_TOKENS:]}) > 5, "the choice is never the same"
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2"])
+def test_a_fine_tune_from_the_model_starts_at_the_same_loss(pool, trained, layout):
+    model, run, hf = trained
+    world_size, flags = LAYOUTS.get(layout, (1, ""))
+    flags = f"{RUN} {MODELS[model]} {flags} --train-iters 2 --lr-warmup-iters 0 --seed 4321 "
+    from_run = pool.run(train, world_size, f"{flags} --finetune --load {run}")[0].measured.losses
+    from_hf = pool.run(train, world_size, f"{flags} --load {hf}")[0].measured.losses
+    from_scratch = pool.run(train, world_size, flags)[0].measured.losses
+    assert from_hf == from_run and len(from_hf) == 2
+    assert from_hf[0] != from_scratch[0]
+
+
+def truncated_config(directory):
+    (directory / "config.json").write_text((directory / "config.json").read_text()[:50])
+    return r"config\.json is not valid JSON"
+
+
+def unknown_field(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"logit_scale": 2.0}))
+    return "may change what the model computes: logit_scale = 2.0"
+
+
+def truncated_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    return r"model\.safetensors .* truncated or damaged"
+
+
+@pytest.mark.parametrize("damage", [truncated_config, unknown_field, truncated_weights])
+def test_a_damaged_model_is_no_start(pool, trained, tmp_path, damage):
+    """Not even beside --save, where a directory without a checkpoint means a new run."""
+    model, _, hf = trained
+    shutil.copytree(hf, tmp_path / "hf")
+    reason = damage(tmp_path / "hf")
+    with pytest.raises(ValueError, match=reason):
+        pool.run(train, 1, f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --save {tmp_path / 'hf'}")
+
+
+def test_a_fine_tune_leaves_the_optimizer_beside_a_model_alone(pool, trained, tmp_path):
+    """The weights may have been changed since: it belongs to a run that goes on, which then is told."""
+    model, run, hf = trained
+    convert(run, tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+    path = tmp_path / "hf/model.safetensors"
+    weights = load_file(path)
+    save_file({name: 1.01 * value for name, value in weights.items()}, path, metadata={"format": "pt"})
+    flags = f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --exit-interval 1"
+    from_changed = pool.run(train, 1, f"{flags} --finetune")[0]
+    assert from_changed.iteration == 1
+    with pytest.raises(ValueError, match=r"was changed after the export"):
+        pool.run(train, 1, f"{flags} --train-iters 9")

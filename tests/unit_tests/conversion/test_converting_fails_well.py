@@ -1,0 +1,266 @@
+"""Conversions that cannot succeed: one message that names the file, the source as it was, no half result."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from memory_source import LLAMA_ARGS, random_source
+
+from megatron.conversion.convert import Options, compare, convert
+from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.core.dist_checkpointing import write_tracker
+
+ROOT = Path(__file__).parents[3]
+FORMATS = ("torch_dist", "legacy", "hf", "universal")
+
+
+def shards(directory):
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+    return path.name
+
+
+def remove(path):
+    path.unlink()
+    return path.name
+
+
+def edit(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def config_of_another_model(directory):
+    edit(directory / "config.json", intermediate_size=64)
+    return "gate_proj.weight has shape .*config.json and weights are of different models"
+
+
+def unknown_architecture(directory):
+    edit(directory / "config.json", model_type="mamba", architectures=["MambaForCausalLM"])
+    return "mamba"
+
+
+def field_that_changes_the_model(directory):
+    edit(directory / "config.json", quantization_config={"bits": 4})
+    return "quantization_config"
+
+
+def broken_config(directory):
+    (directory / "config.json").write_text('{"model_type": "llama", ')
+    return r"config\.json is not valid JSON"
+
+
+def only(directory, pattern):
+    """The largest of them."""
+    return max(directory.rglob(pattern), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = {  # format -> what happens to the source; returns what the error must say
+    "hf": [
+        lambda directory: remove(shards(directory)[1]),
+        lambda directory: truncate(shards(directory)[1]),
+        lambda directory: truncate(directory / "model.safetensors.index.json"),
+        config_of_another_model,
+        unknown_architecture,
+        field_that_changes_the_model,
+        broken_config,
+    ],
+    "torch_dist": [
+        lambda directory: truncate(only(directory, "*.distcp")),
+        lambda directory: remove(only(directory, "*.distcp")),
+        lambda directory: truncate(only(directory, ".metadata")),
+        lambda directory: truncate(only(directory, "common.pt")),
+    ],
+    "legacy": [
+        lambda directory: truncate(only(directory, "mp_rank_01_001/model_optim_rng.pt")),
+        lambda directory: remove(only(directory, "mp_rank_01_001/model_optim_rng.pt")),
+    ],
+    "universal": [
+        lambda directory: truncate(only(directory, "exp_avg_sq.pt")),
+        lambda directory: remove(only(directory, "exp_avg_sq.pt")),
+        lambda directory: truncate(only(directory, "mp_rank_00_model_states.pt")),
+    ],
+}
+CASES = [(form, number) for form, damages in DAMAGES.items() for number in range(len(damages))]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """One checkpoint in every format; more than a megabyte each."""
+    root = tmp_path_factory.mktemp("sources")
+    source = random_source(LLAMA_ARGS, vocab_size=4000)
+    write_torch_dist(source, root / "torch_dist" / "iter_0000007", files=2)
+    write_tracker(root / "torch_dist", 7)
+    options = Options(tensor_parallel=2, pipeline_parallel=2, max_shard_size=600_000)
+    for form in FORMATS[1:]:
+        convert(root / "torch_dist", root / form, form, options=options)
+    return root
+
+
+def content(directory):
+    """Names, modes and bytes of everything below."""
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
+        for path in directory.rglob("*")
+    }
+
+
+def tool(*words, code=None):
+    """What the converter says: the process, from the command line or from Python that gets our arguments."""
+    command = [sys.executable, "-c", code] if code else [sys.executable, ROOT / "tools/checkpoint/convert.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *map(str, words)], text=True, capture_output=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("form,number", CASES, ids=[f"{form}-{number}" for form, number in CASES])
+def test_damaged_sources(sources, tmp_path, form, number):
+    shutil.copytree(sources / form, tmp_path / "source")
+    reason = DAMAGES[form][number](tmp_path / "source")
+    before = content(tmp_path / "source")
+    saver = "legacy" if form == "torch_dist" else "torch_dist"
+    with pytest.raises((ValueError, OSError), match=reason):
+        convert(tmp_path / "source", tmp_path / "target", saver, options=Options(workers=2))
+    assert content(tmp_path / "source") == before
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_a_full_disk(sources, disk, saver):
+    disk.mount("size=768k")
+    form = "legacy" if saver == "torch_dist" else "torch_dist"
+    before = content(sources / form)
+    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", disk.path / "target")
+    last = said.stderr.strip().splitlines()[-1]
+    assert said.returncode == 1 and last.startswith("error: ") and "No space left on device" in last, said.stderr
+    assert str(disk.path) in last and "Traceback" not in said.stderr
+    assert content(sources / form) == before
+    assert os.listdir(disk.path) == []
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_a_file_that_cannot_grow(sources, tmp_path, saver):
+    """A quota, where no file system can be mounted."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    limited += "import sys; from tools.checkpoint.convert import main; main()"
+    form = "legacy" if saver == "torch_dist" else "torch_dist"
+    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target", code=limited)
+    last = said.stderr.strip().splitlines()[-1]
+    assert said.returncode == 1 and last.startswith("error: ") and "File too large" in last, said.stderr
+    assert str(tmp_path) in last and "Traceback" not in said.stderr
+    assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megatron.conversion.convert import Options, convert
+
+calls = 0
+
+def progress(nbytes):
+    global calls
+    calls += 1
+    if calls == int(sys.argv[4]):
+        os.kill(os.getpid(), signal.{signal})
+
+convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=progress, overwrite=True)
+"""
+
+
+@pytest.mark.parametrize("saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)])
+def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
+    form = "legacy" if saver == "torch_dist" else "torch_dist"
+    target = tmp_path / "target"
+    if existing:
+        shutil.copytree(sources / form, target)
+    old = content(target) if existing else None
+    said = tool(sources / form, target, saver, 1, code=KILLED.format(signal="SIGKILL"))
+    assert said.returncode == -signal.SIGKILL
+    if old is None:
+        assert not target.exists()
+    else:
+        assert content(target) == old
+    convert(sources / form, target, saver, overwrite=existing)
+    assert os.listdir(tmp_path) == ["target"]
+    compare(open_checkpoint(sources / form), open_checkpoint(target))
+
+
+STOPPED = """
+import os, signal
+import megatron.conversion.convert as c
+from tools.checkpoint.convert import main
+
+write = c.WRITERS["{saver}"]
+
+def stopped(source, root, options, progress):
+    def stopping(nbytes):
+        written = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        if written > 100_000:
+            print("midway", flush=True)
+            os.kill(os.getpid(), signal.{signal})
+    return write(source, root, options, stopping)
+
+c.WRITERS["{saver}"] = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "saver,how", [("torch_dist", "SIGTERM"), ("legacy", "SIGINT"), ("hf", "SIGINT"), ("universal", "SIGTERM")]
+)
+def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
+    """By one signal after the other, as of somebody who is in a hurry."""
+    form = "legacy" if saver == "torch_dist" else "torch_dist"
+    before = content(sources / form)
+    code = STOPPED.format(saver=saver, signal=how)
+    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target", code=code)
+    assert said.returncode == 128 + getattr(signal, how), said.stderr
+    assert "interrupted: nothing was written" in said.stderr and "Traceback" not in said.stderr
+    assert "midway" in said.stdout
+    assert content(sources / form) == before
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("when", [0, 1], ids=["first", "second"])
+def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, monkeypatch, when):
+    shutil.copytree(sources / "universal", tmp_path / "target")
+    old = content(tmp_path / "target")
+    rename, done = os.replace, []
+
+    def stopped(source, target):
+        if Path(target).parent == tmp_path and len(done) < 2:
+            if len(done) == when:
+                done.extend([None, None])
+                raise KeyboardInterrupt
+            done.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        convert(sources / "torch_dist", tmp_path / "target", "legacy", overwrite=True)
+    assert content(tmp_path / "target") == old
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
+    """Killed between the renames and the removal of what was replaced."""
+    shutil.copytree(sources / "hf", tmp_path / ".target.replaced")
+    shutil.copytree(sources / "hf", tmp_path / "target")
+    convert(sources / "legacy", tmp_path / "target", "hf", overwrite=True)
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_an_existing_target_is_kept(sources, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/precious").write_text("x")
+    said = tool("--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target")
+    assert said.returncode == 1 and "give --overwrite" in said.stderr and str(tmp_path / "target") in said.stderr
+    assert os.listdir(tmp_path / "target") == ["precious"]

@@ -1,0 +1,63 @@
+"""Every command of docs/converting.md does what it says, on a small model."""
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from memory_source import LLAMA_ARGS, random_source
+
+from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.core.dist_checkpointing import write_tracker
+from tools.checkpoint.convert import parse, run
+
+PAGE = (Path(__file__).parents[3] / "docs/converting.md").read_text(encoding="utf-8")
+SOURCES = {"run/checkpoints": "torch_dist", "Llama-3.2-1B": "hf", "old": "legacy", "ds_run": "universal"}
+
+
+def commands():
+    for block in PAGE.split("```")[1::2]:
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("python tools/checkpoint/convert.py"):
+                yield " ".join(line.split()[2:])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    write_torch_dist(random_source(LLAMA_ARGS | {"num_layers": 8, "bf16": True}), root / "torch_dist/iter_0000007")
+    write_tracker(root / "torch_dist", 7)
+    for form in WRITERS:
+        if form != "torch_dist":
+            convert(root / "torch_dist", root / form, form)
+    return root
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_worked_commands(command, sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, given = parse(shlex.split(command))
+    form = SOURCES[str(args.load_dir)]
+    shutil.copytree(sources / form, args.load_dir)
+    outcome = run(args, given)
+    result = open_checkpoint(outcome.target, args.saver)
+    assert outcome.num_tensors and result.tensors
+    if args.saver == "legacy":
+        assert result.args["tensor_model_parallel_size"] == args.target_tensor_parallel_size
+        assert result.args["pipeline_model_parallel_size"] == args.target_pipeline_parallel_size
+
+
+def test_the_page_shows_every_format_as_source_and_target():
+    parsed = [parse(shlex.split(command))[0] for command in commands()]
+    assert {args.saver for args in parsed} == set(WRITERS)
+    assert {SOURCES[str(args.load_dir)] for args in parsed} == set(WRITERS)
+
+
+def test_the_page_names_every_option():
+    import tools.checkpoint.convert as tool
+
+    source = Path(tool.__file__).read_text(encoding="utf-8")
+    options = [line.split('"')[1] for line in source.split("add_argument(")[1:] for line in [line.strip()]]
+    assert len(options) > 15 and [option for option in options if option not in PAGE] == []
