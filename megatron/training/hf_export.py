@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert
+from megatron.conversion.files import Progress
 from megatron.conversion.hf_families import choose_family
 from megatron.conversion.huggingface import is_huggingface
-from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing import CheckpointError, save
+from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.training.checkpointing import common_state, model_state
 from megatron.training.initialize import print_rank_0
+from megatron.training.rewriting import replace_files
 from megatron.training.run import Run
 
 
@@ -30,22 +32,20 @@ def check_hf_target(run: Run) -> None:
 def save_hf(run: Run) -> None:
     """Write --save-hf: every rank its part of the weights as torch_dist, and rank 0 converts that. Collective.
 
-    `directory` appears, or is replaced, as a whole. Raises ValueError on every rank if it could not be written.
+    The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could not be written.
     """
     assert run.config.checkpoint.save_hf is not None
     directory = Path(run.config.checkpoint.save_hf)
-    scratch = directory.with_name(f".{directory.name}.torch_dist")
-    common = {key: value for key, value in common_state(run).items() if key not in ("optimizer", "opt_param_scheduler")}
-    save(model_state(run), scratch, common=common)
-    dist.barrier()  # rank 0 may not remove what another rank has yet to find committed
-    outcome: list[str | None] = [None]
     if run.ps.rank == 0:
-        try:
-            convert(scratch, directory, "hf", overwrite=True)
-        except (ValueError, OSError) as error:
-            outcome = [f"--save-hf {directory} could not be written: {error}"]
-        shutil.rmtree(scratch, ignore_errors=True)
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise ValueError(outcome[0])
+        remove_unfinished(directory)
+    dist.barrier()
+    common = {key: value for key, value in common_state(run).items() if key not in ("optimizer", "opt_param_scheduler")}
+    try:
+        save(model_state(run), directory, common=common, rewrite=_rewrite_as_hf)
+    except CheckpointError as error:
+        raise ValueError(f"--save-hf: {error}") from error
     print_rank_0(f" > saved {directory} in Hugging Face's form")
+
+
+def _rewrite_as_hf(directory: Path, progress: Progress) -> None:
+    replace_files(directory, lambda made: convert(directory, made, "hf", progress=progress))

@@ -6,14 +6,13 @@ that gets its name.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megatron.conversion.detect import open_checkpoint
 from megatron.conversion.files import Progress
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.rank_layout import Layout
-from megatron.core.dist_checkpointing.files import check_free_space, fsync_directory
+from megatron.training.rewriting import replace_files
 from megatron.training.run_config import Config
 
 
@@ -35,13 +34,4 @@ def rewrite_as_legacy(directory: Path, progress: Progress, *, layout: Layout) ->
 
     Raises OSError or ValueError; there is more in `directory` then than before.
     """
-    stored = list(directory.iterdir())
-    check_free_space(directory, sum(path.stat().st_size for path in stored))
-    made = directory / "legacy"
-    write_legacy(open_checkpoint(directory), made, layout, progress=progress)
-    for path in stored:
-        path.unlink()
-    for path in list(made.iterdir()):
-        os.rename(path, directory / path.name)
-    made.rmdir()
-    fsync_directory(directory)
+    replace_files(directory, lambda made: write_legacy(open_checkpoint(directory), made, layout, progress=progress))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.rank_layout import Layout
-from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, write_tracker
+from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, staging_for_waiting, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.training.checkpoint_dir import iteration_directory
 from megatron.training.config import CheckpointConfig
@@ -101,12 +101,16 @@ class CheckpointSaver:
         return committed
 
     def _make_saver(self) -> AsyncSaver:
-        limit = self._config.ckpt_staging_mem_limit
+        config, limit = self._config, None
+        if config.ckpt_staging_mem_limit is not None:
+            limit = int(config.ckpt_staging_mem_limit * 2**30)
+        elif not config.async_save:
+            limit = staging_for_waiting(config.dist_ckpt_workers)
         return AsyncSaver(
-            fully_parallel=self._config.ckpt_fully_parallel_save,
-            workers=self._config.dist_ckpt_workers,
-            staging_mem_limit=None if limit is None else int(limit * 2**30),
-            assume_constant_structure=self._config.ckpt_assume_constant_structure,
+            fully_parallel=config.ckpt_fully_parallel_save,
+            workers=config.dist_ckpt_workers,
+            staging_mem_limit=limit,
+            assume_constant_structure=config.ckpt_assume_constant_structure,
         )
 
     def _committing(self, root: Path, iteration: int) -> Callable[[], None]:

@@ -3,13 +3,20 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_harness import LAYOUTS, LLAMA, train
+from training_harness import COMMON, LAYOUTS, LLAMA, train
+
+from megatron.conversion.convert import convert
 
 RUN = f"--mock-data {LLAMA} --train-iters 8 --bf16 "
 
 
 def leftovers(root):
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
+
+
+def assert_same_model(a, b):
+    a, b = (load_file(directory / "model.safetensors") for directory in (a, b))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_the_export_is_the_same_from_every_layout(pool, tmp_path):
@@ -19,9 +26,32 @@ def test_the_export_is_the_same_from_every_layout(pool, tmp_path):
         flags += f" --load {tmp_path / 'run'} --save-hf {tmp_path / name}"
         pool.run(train, world_size, f"{RUN} {flags}")
         assert leftovers(tmp_path) == []
-    single, parallel = (load_file(tmp_path / name / "model.safetensors") for name in ("single", "tp2_pp2"))
-    assert single.keys() == parallel.keys()
-    assert all(torch.equal(single[key], parallel[key]) for key in single)
+    assert_same_model(tmp_path / "single", tmp_path / "tp2_pp2")
+
+
+def test_it_is_the_conversion_of_the_last_checkpoint(pool, tmp_path):
+    """Also in the place of an older one, and after a run that was killed while it wrote."""
+    world_size, layout = LAYOUTS["pp2_dp2"]
+    (tmp_path / ".saving-hf-0123-1/rewritten").mkdir(parents=True)
+    (tmp_path / ".saving-hf-0123-1/.metadata").write_text("half of it")
+    run = f"{RUN} {layout} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    for iterations in (4, 6):
+        pool.run(train, world_size, f"{run} --train-iters {iterations} --lr-decay-iters 8")
+        convert(tmp_path / "run", tmp_path / f"converted{iterations}", "hf")
+        assert_same_model(tmp_path / "hf", tmp_path / f"converted{iterations}")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_full_disk(launcher, disk):
+    """Full before the shards, and between them and the model: every rank says why, and nothing is left."""
+    flags = f"{COMMON} {RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"  # 0.5 MB of weights
+    for size in ("256k", "800k"):
+        disk.mount(f"size={size}")
+        job = launcher.start(2, f"{flags} --save-hf {disk.path / 'hf'}")
+        assert job.wait() == [1, 1]
+        assert f"--save-hf: {disk.path / 'hf'}: not saved: " in job.output()
+        assert "No space left" in job.output() and list(disk.path.iterdir()) == []
+        disk.unmount()
 
 
 def test_an_export_that_must_fail_fails_before_the_first_step(pool, tmp_path):

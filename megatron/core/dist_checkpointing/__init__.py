@@ -5,7 +5,7 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
 """
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.file_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
@@ -56,6 +56,7 @@ __all__ = [
     "safe_load",
     "safe_open",
     "save",
+    "staging_for_waiting",
     "verify",
     "write_tracker",
 ]

@@ -319,6 +319,11 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def staging_for_waiting(workers: int) -> int:
+    """Bytes of host buffers that keep `workers` writers busy: room for all pieces pays only where nobody waits."""
+    return max(8, 4 * workers) * SLOT_SIZE
+
+
 def save(
     state: ShardedStateDict,
     directory: str | os.PathLike[str],
@@ -328,6 +333,7 @@ def save(
     fully_parallel: bool = True,
     workers: int = 2,
     on_commit: Callable[[], None] | None = None,
+    rewrite: Rewrite | None = None,
     timeout: float = 600.0,
 ) -> SaveReport:
     """The same verbs in a row: returns on every rank when the checkpoint is committed.
@@ -335,11 +341,11 @@ def save(
     Raises CheckpointError on every rank if it is not; nothing of it is left then, and a checkpoint that `directory`
     held before is as it was.
     """
-    limit = max(8, 4 * workers) * SLOT_SIZE
+    limit = staging_for_waiting(workers)
     with AsyncSaver(
         group, fully_parallel=fully_parallel, workers=workers, staging_mem_limit=limit, timeout=timeout
     ) as saver:
-        report = saver.save(state, directory, common=common, on_commit=on_commit).wait()
+        report = saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite).wait()
     if report.error is not None:
         raise CheckpointError(f"{report.directory}: not saved: {report.error}")
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import shutil
@@ -109,6 +110,19 @@ def pending_directory(directory: Path, save_id: str) -> Path:
     return directory.with_name(f"{_PENDING}{directory.name}-{save_id}")
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be running."""
+    for path in directory.parent.glob(f"{_PENDING}{glob.escape(directory.name)}-*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def put_in_place(pending: Path, directory: Path) -> None:
     """Rename the finished `pending` to `directory`; a checkpoint that was there is removed afterwards."""
     old = None
@@ -140,10 +154,7 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
                 continue
         elif not path.name.startswith(_PENDING) and path.name != TRACKER + _TEMPORARY:
             continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
         removed.append(path.name)
     return removed
 

@@ -24,8 +24,8 @@ class MetadataCache:
 
     def encode(self, objects: dict[str, Location]) -> bytes:
         if objects != self._objects:
-            self._objects = objects
             self._encoded = encode_metadata(replace(self.tensors, objects=objects))
+            self._objects = objects  # only now: what cannot be pickled must not count as pickled the next time
         return self._encoded
 
 

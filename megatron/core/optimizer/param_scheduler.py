@@ -129,6 +129,14 @@ _STORED = (
 )  # fmt: skip
 
 
+_IDLE = {  # field -> the style that, when it is "constant", makes the field mean nothing
+    "lr_decay_steps": "lr_decay_style",
+    "min_lr": "lr_decay_style",
+    "start_wd": "wd_incr_style",
+    "wd_incr_steps": "wd_incr_style",
+}
+
+
 class OptimizerParamScheduler:
     """Writes `lr` and `weight_decay` into the optimizer's `param_groups`, at once and after every `step`."""
 
@@ -169,22 +177,29 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the position, and settle differences between the stored and the given schedule.
 
-        Raises ValueError naming all of them if neither is to win.
+        Raises ValueError naming all of them if neither is to win. A constant rate has no length: it may go on longer.
         """
-        stored = {name: state[name] for name in _STORED if name in state}
-        different = {name: value for name, value in stored.items() if value != getattr(self.schedule, name)}
+        now = {name: getattr(self.schedule, name) for name in _STORED}
+        different = {name: state[name] for name in _STORED if name in state and state[name] != now[name]}
+        if self._use_checkpoint:
+            self.schedule = replace(self.schedule, **different)
+        elif not self._override:
+            constant = {name for name, style in _IDLE.items() if state.get(style) == now[style] == "constant"}
+            different = {name: value for name, value in different.items() if name not in constant}
         if different:
-            what = ", ".join(f"{n}: {v} (now {getattr(self.schedule, n)})" for n, v in different.items())
-            if self._use_checkpoint:
-                logger.warning("schedule taken from the checkpoint, not from the flags: %s", what)
-                self.schedule = replace(self.schedule, **different)
-            elif self._override:
-                logger.warning("schedule taken from the flags, not from the checkpoint: %s", what)
-            else:
-                raise ValueError(
-                    f"the checkpoint has another schedule: {what}; steps are samples. Give "
-                    "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
-                    "go on with the checkpoint's, or the flags of the first run"
-                )
+            self._settled(", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items()))
         self.num_steps = state["num_steps"]
         self._apply()
+
+    def _settled(self, what: str) -> None:
+        """Say which of two schedules counts, or that none was chosen."""
+        if self._use_checkpoint:
+            logger.warning("schedule taken from the checkpoint, not from the flags: %s", what)
+        elif self._override:
+            logger.warning("schedule taken from the flags, not from the checkpoint: %s", what)
+        else:
+            raise ValueError(
+                f"the checkpoint has another schedule: {what}; steps are samples. Give "
+                "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
+                "go on with the checkpoint's, or the flags of the first run"
+            )

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     read_tracker,
     save,
+    save_plan,
     write_tracker,
     writing,
 )
@@ -393,6 +394,19 @@ def test_a_dead_rank_fails_the_save_in_time(pool, tmp_path, victim):
     assert expected in error
     assert not (tmp_path / "1").exists()
     assert_sharded(tmp_path / "0", 2, 0)
+
+
+def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
+    training = Training(0, rows=10)
+    with AsyncSaver() as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(save_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
+            for name in ("first", "second"):
+                error = saver.save(training.state(), tmp_path / name, common=training.common).wait().error
+                assert error == "IndexError: list index out of range"
+        assert saver.save(training.state(), tmp_path / "third", common=training.common).wait().error is None
+    assert os.listdir(tmp_path) == ["third"]
+    assert_holds(tmp_path / "third", 0, rows=10)
 
 
 def rewriting_slowly(rank, size, root, lively):

@@ -162,6 +162,24 @@ def test_a_different_schedule_must_be_settled():
     assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
 
 
+def test_what_is_constant_may_go_on_longer():
+    same = {"max_lr": MAX, "min_lr": MIN, "lr_warmup_steps": 16}
+    wd = {"start_wd": 0.1, "end_wd": 0.1}
+    longer_wd = Schedule(**same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160)
+    OptimizerParamScheduler(groups(), longer_wd).load_state_dict(saved())
+    constant = Schedule(**same, **wd, lr_decay_steps=160, lr_decay_style="constant", wd_incr_steps=160)
+    scheduler = OptimizerParamScheduler(groups(), constant)
+    scheduler.load_state_dict(saved() | {"lr_decay_style": "constant"})
+    assert scheduler.num_steps == 40 and scheduler.schedule == constant
+    with pytest.raises(ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"):
+        scheduler.load_state_dict(saved())
+    rising = Schedule(
+        **same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160, wd_incr_style="linear"
+    )
+    with pytest.raises(ValueError, match=r"wd_incr_steps: 80 \(now 160\)"):
+        OptimizerParamScheduler(groups(), rising).load_state_dict(saved())
+
+
 def test_override_takes_the_flags(caplog):
     param_groups, scheduler = longer(override=True)
     scheduler.load_state_dict(saved())
