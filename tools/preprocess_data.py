@@ -10,7 +10,6 @@ also compressed (.gz). Documents keep the order of the input whatever the number
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import glob
@@ -19,11 +18,8 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout that is not installed
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype  # noqa: E402
+from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order  # noqa: E402
 from megatron.core.utils import flag  # noqa: E402
 from megatron.training.arguments import build, make_parser, parse_flags  # noqa: E402
 from megatron.training.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer  # noqa: E402
@@ -107,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         given, _ = parse_flags(make_parser(sections), sys.argv[1:] if argv is None else argv)
         preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
-    except (ValueError, OSError, BrokenProcessPool) as error:
+    except (ValueError, OSError, WorkerDiedError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: nothing is written")
@@ -294,42 +291,7 @@ def encode_in_order(
     if num_workers == 1:
         yield from ((chunk, encoder(chunk)) for chunk in chunks)
         return
-    pool = ProcessPoolExecutor(num_workers, initializer=_start_worker, initargs=(encoder, os.getpid()))
-    pending: collections.deque = collections.deque()
-    try:
-        for chunk in chunks:
-            pending.append((chunk, pool.submit(_encode, chunk)))
-            if len(pending) >= CHUNKS_AHEAD * num_workers:
-                first, future = pending.popleft()
-                yield first, future.result()
-        for first, future in pending:
-            yield first, future.result()
-    except BrokenProcessPool:
-        raise BrokenProcessPool("a worker process was killed (out of memory?): try fewer --workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_encoder: Encoder | None = None  # of a worker process
-
-
-def _start_worker(encoder: Encoder, parent: int) -> None:
-    global _encoder
-    _encoder = encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def end_with_parent() -> None:  # a main process that is killed cannot end its workers
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _encode(chunk: Chunk) -> dict[str, Tokens]:
-    assert _encoder is not None
-    return _encoder(chunk)
+    yield from map_in_order(encoder, chunks, num_workers, CHUNKS_AHEAD)
 
 
 @dataclass

@@ -84,7 +84,8 @@ def encode_metadata(metadata: CheckpointMetadata) -> bytes:
     for key, location in metadata.objects.items():
         state[key] = dcp.BytesStorageMetadata()
         storage[dcp.MetadataIndex(key)] = _StorageInfo(*location)
-    result = dcp.Metadata(state, storage_data=storage, storage_meta=dcp.StorageMeta())
+    names = {key: (key,) for key in state}  # a flat dictionary; older versions of torch insist on it
+    result = dcp.Metadata(state, planner_data=names, storage_data=storage, storage_meta=dcp.StorageMeta())
     result.version = "1.0.0"  # older versions of torch have no such field
     buffer = io.BytesIO()
     pickle.dump(result, buffer, protocol=4)

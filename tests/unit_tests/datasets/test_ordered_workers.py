@@ -1,0 +1,91 @@
+"""Results in order, errors in their place, and a worker that dies at any moment ends the stream."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order
+
+LARGE = 50_000_000  # bytes: no pipe holds them
+
+
+def square(number):
+    time.sleep(0.02 if number % 3 == 0 else 0)
+    return number * number
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_in_order(num_workers, count):
+    assert list(map_in_order(square, range(count), num_workers, 4)) == [(n, n * n) for n in range(count)]
+
+
+def test_no_more_than_so_many_are_taken_ahead():
+    taken = []
+    stream = map_in_order(square, (taken.append(n) or n for n in range(100)), 2, 3)
+    assert next(stream) == (0, 0) and len(taken) == 2 * 3 + 1
+    stream.close()
+
+
+def fails_at_seven(number):
+    if number == 7:
+        raise ValueError("seven")
+    return number
+
+
+def test_an_error_comes_in_its_place():
+    stream = map_in_order(fails_at_seven, range(100), 2, 4)
+    assert [next(stream)[0] for _ in range(7)] == list(range(7))
+    with pytest.raises(ValueError, match="seven"):
+        next(stream)
+
+
+def large_both_ways(data):
+    return data[::-1]
+
+
+def test_items_and_results_that_no_pipe_holds():
+    items = [bytes([n]) * LARGE for n in range(4)]
+    assert all(result == item for item, result in map_in_order(large_both_ways, items, 2, 2))
+
+
+def own_pid_and_much(number):
+    return os.getpid(), bytes(LARGE)
+
+
+def test_a_worker_killed_while_it_works():
+    began = time.monotonic()
+    stream = map_in_order(suicide_at_three, range(100), 2, 4)
+    with pytest.raises(WorkerDiedError, match="was killed"):
+        for number, _ in stream:
+            assert number < 3
+    assert time.monotonic() - began < 20
+
+
+def suicide_at_three(number):
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_worker_killed_in_the_middle_of_a_result():
+    """It has begun to send, the pipe is full, and the rest never comes."""
+    stream = map_in_order(own_pid_and_much, range(100), 1, 2)
+    _, (pid, _) = next(stream)
+    time.sleep(1)  # the next result is on its way
+    os.kill(pid, signal.SIGKILL)
+    failures = []
+
+    def drain():
+        try:
+            list(stream)
+        except WorkerDiedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and len(failures) == 1
