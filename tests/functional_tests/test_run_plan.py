@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 from live_tensors import LiveTensors
+from torch_versions import of_current_torch
 from training_harness import (
     Measurements,
     datasets_provider,
@@ -73,6 +74,7 @@ def plan(flags: str, world_size: int) -> RunPlan:
     return plan_run(config, world_size, model_provider)
 
 
+@of_current_torch
 @pytest.mark.parametrize("name", RUNS)
 def test_memory_and_traffic(pool, name):
     world_size, flags = RUNS[name]

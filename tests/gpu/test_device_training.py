@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_tensors import LiveTensors
+from torch_versions import of_current_torch
 from training_harness import (
     COMMON,
     LAYOUTS,
@@ -91,6 +92,7 @@ def peak_of_a_run(rank, world_size, flags):
     return seen.peak
 
 
+@of_current_torch
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_memory_is_as_planned(pool, device, precision):
     flags = f"{FLAGS}{LLAMA}--device {device} {precision} --train-iters 4 --seq-length 256 --hidden-size 256"

@@ -132,7 +132,7 @@ def test_plain_dcp_reads_what_we_write(tmp_path):
     write_torch_dist(source, tmp_path / "out", files=3)
     expected = values(source)
     state = {key: torch.empty_like(value) for key, value in expected.items()}
-    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "out")
     assert_same(state, expected)
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch_versions import of_current_torch
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
@@ -50,6 +51,7 @@ def saved_bytes(model):
     return sum(storage.nbytes() for storage in kept.values())
 
 
+@of_current_torch
 @pytest.mark.parametrize("changes", [{}, GATED, GATED | GROUPED, GATED | {"qk_layernorm": True}], ids=str)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_keeps_what_autograd_keeps(changes, bf16):

@@ -1,6 +1,7 @@
 """Layers share what is compiled: the compiler keeps few versions of a function, and deep models have many layers."""
 
 import torch
+from torch_versions import of_current_torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,5 +42,6 @@ def count_graphs(num_layers, monkeypatch):
     return len(graphs)
 
 
+@of_current_torch
 def test_twelve_layers_compile_as_much_as_two(monkeypatch):
     assert 0 < count_graphs(12, monkeypatch) == count_graphs(2, monkeypatch)
