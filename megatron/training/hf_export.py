@@ -36,15 +36,22 @@ def save_hf(run: Run) -> None:
     """
     assert run.config.checkpoint.save_hf is not None
     directory = Path(run.config.checkpoint.save_hf)
-    if run.ps.rank == 0:
-        remove_unfinished(directory)
-    dist.barrier()
+    _begin_anew(run, directory)
     common = {key: value for key, value in common_state(run).items() if key not in ("optimizer", "opt_param_scheduler")}
     try:
         save(model_state(run), directory, common=common, rewrite=_rewrite_as_hf)
-    except CheckpointError as error:
+    except CheckpointError as error:  # on every rank
+        _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
     print_rank_0(f" > saved {directory} in Hugging Face's form")
+
+
+def _begin_anew(run: Run, directory: Path) -> None:
+    """Remove what an attempt has left that was killed, or whose ranks failed one after the other. Collective."""
+    dist.barrier()
+    if run.ps.rank == 0:
+        remove_unfinished(directory)
+    dist.barrier()
 
 
 def _rewrite_as_hf(directory: Path, progress: Progress) -> None:
