@@ -182,7 +182,12 @@ def start(tmp_path):
     ]
     command += ["--input", str(tmp_path / "pipe.jsonl"), "--output-prefix", str(tmp_path / "out")]
     with open(tmp_path / "log", "w") as log:  # a pipe that nobody reads would stop the run when it is full
-        return subprocess.Popen(command, stderr=log)
+        return subprocess.Popen(command, stderr=log, preexec_fn=heed_interrupts)
+
+
+def heed_interrupts():
+    """Shells start what runs in the background with interrupts ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_progress(tmp_path):
