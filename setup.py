@@ -28,14 +28,7 @@ setup(
         "tqdm>=4.66,<5",
     ],
     extras_require={
-        "dev": [
-            "pytest>=8",
-            "ruff>=0.9",
-            "mypy>=1.13",
-            "pre-commit>=3.8",
-            "pybind11>=2.13",
-            "setuptools>=70",
-        ]
+        "dev": ["pytest>=8", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8", "pybind11>=2.13", "setuptools>=70"]
     },
     ext_modules=[
         Pybind11Extension(

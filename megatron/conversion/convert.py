@@ -17,10 +17,11 @@ from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_hug
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.rank_layout import Layout
-from megatron.conversion.target import alone_in, put_in_place
+from megatron.conversion.target import alone_in
 from megatron.conversion.torch_dist_writer import write_torch_dist
 from megatron.conversion.universal_writer import UniversalOptions, write_universal
 from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing.files import put_in_place
 
 _VERIFY_BYTES = 64 << 20
 

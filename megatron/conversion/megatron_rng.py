@@ -23,19 +23,24 @@ def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
 def initial_rng_state(seed: int, tp: int, pp: int) -> list[dict[str, Any]]:
     """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number is drawn."""
     base = seed + _PER_STAGE * pp
+    host = {
+        "random_rng_state": random.Random(base).getstate(),
+        "np_rng_state": np.random.RandomState(base).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
+    }
+    return [host | initial_cuda_state(seed, tp, pp)]
+
+
+def initial_cuda_state(seed: int, tp: int, pp: int) -> dict[str, Any]:
+    """The part of it that belongs to CUDA."""
+    base = seed + _PER_STAGE * pp
     seeds = {
         "data-parallel-rng": base,
         "model-parallel-rng": base + _MODEL_PARALLEL + tp,
         "expert-parallel-rng": base + _EXPERT_PARALLEL + tp,
     }
-    state = {
-        "random_rng_state": random.Random(base).getstate(),
-        "np_rng_state": np.random.RandomState(base).get_state(),
-        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
-        "cuda_rng_state": _cuda_state(base),
-        "rng_tracker_states": {name: _cuda_state(value) for name, value in seeds.items()},
-    }
-    return [state]
+    states = {name: _cuda_state(value) for name, value in seeds.items()}
+    return {"cuda_rng_state": _cuda_state(base), "rng_tracker_states": states}
 
 
 def _cuda_state(seed: int) -> torch.Tensor:

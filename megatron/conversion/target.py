@@ -1,4 +1,4 @@
-"""The directory a conversion writes: it grows under another name, for one process, and is named when it is whole."""
+"""The directory in which a conversion grows, for one process at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from megatron.core.dist_checkpointing.files import fsync_directory
 
 
 @contextmanager
@@ -47,24 +45,3 @@ def _empty(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def put_in_place(partial: Path, target: Path) -> None:
-    """Rename the finished `partial` to `target`, durably; what was there is removed afterwards.
-
-    An interruption between the renames puts the old target back.
-    """
-    old = target.with_name(f".{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed after its renames
-        try:
-            os.replace(target, old)
-            os.replace(partial, target)
-        except BaseException:
-            if not target.exists():
-                os.replace(old, target)
-            raise
-    else:
-        os.replace(partial, target)
-    fsync_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)

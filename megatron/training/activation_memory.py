@@ -144,10 +144,15 @@ class ActivationMemory:
             extra += self.vocab_rows * self.config.hidden_size * self.itemsize
         return max(extra, min(_LOSS_CHUNK_BYTES, self.logits * 4 // self.itemsize) if self.itemsize < 4 else 0)
 
-    def kept(self, num_layers: int, post_process: bool) -> int:
-        """What a chunk keeps from the forward to the backward pass of a micro batch."""
+    def kept(self, num_layers: int) -> int:
+        """What the layers of a chunk keep from the forward to the backward pass of a micro batch."""
         inputs, stored = self._recomputed(num_layers)
-        return inputs * self.residual + stored * self.layer + (self.head if post_process else 0)
+        return inputs * self.residual + stored * self.layer
+
+    def recomputed_layers(self, num_layers: int) -> int:
+        """Layers of a chunk whose whole forward pass runs twice."""
+        _, stored = self._recomputed(num_layers)
+        return num_layers - stored
 
     def backward(self, num_layers: int, post_process: bool) -> int:
         """The most that the backward pass of a chunk holds beyond what it has kept."""

@@ -22,7 +22,7 @@ from megatron.training.checkpoint_dir import check_writable, find_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.foreign import load_foreign
 from megatron.training.initialize import print_rank_0, seed_everything
-from megatron.training.legacy_save import layout_of
+from megatron.training.legacy_save import rewriting_as_legacy
 from megatron.training.retention import VALIDATION_LOSS, remove_leftovers
 from megatron.training.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.run import Run, TrainState
@@ -49,8 +49,8 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
         state |= _generators(run)
-    legacy = layout_of(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), legacy)
+    rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
+    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite)
 
 
 def _generators(run: Run) -> ShardedStateDict:

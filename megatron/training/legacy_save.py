@@ -12,12 +12,22 @@ from megatron.conversion.detect import open_checkpoint
 from megatron.conversion.files import Progress
 from megatron.conversion.legacy_writer import write_legacy
 from megatron.conversion.rank_layout import Layout
+from megatron.core.dist_checkpointing.commit import Rewrite
 from megatron.training.rewriting import replace_files
 from megatron.training.run_config import Config
 
 
-def layout_of(config: Config) -> Layout:
-    """The layout of the run: legacy files belong to one."""
+def rewriting_as_legacy(config: Config) -> Rewrite:
+    """What puts legacy files for the layout of the run in the place of a torch_dist checkpoint's."""
+    layout = _layout_of(config)
+
+    def rewrite(directory: Path, progress: Progress) -> None:
+        replace_files(directory, lambda made: write_legacy(open_checkpoint(directory), made, layout, progress=progress))
+
+    return rewrite
+
+
+def _layout_of(config: Config) -> Layout:
     parallel, stages = config.parallel, config.pipeline_layout
     return Layout.of(
         config.model.num_layers,
@@ -27,11 +37,3 @@ def layout_of(config: Config) -> Layout:
         stages.decoder_first_pipeline_num_layers,
         stages.decoder_last_pipeline_num_layers,
     )
-
-
-def rewrite_as_legacy(directory: Path, progress: Progress, *, layout: Layout) -> None:
-    """Put legacy files in the place of the torch_dist checkpoint that lies in `directory`, durably.
-
-    Raises OSError or ValueError; there is more in `directory` then than before.
-    """
-    replace_files(directory, lambda made: write_legacy(open_checkpoint(directory), made, layout, progress=progress))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from megatron.conversion.legacy import MODEL_FILE
 from megatron.core.dist_checkpointing import is_complete, load_common, read_tracker
-from megatron.core.dist_checkpointing.files import fsync_directory
+from megatron.core.dist_checkpointing.files import fsync_directory, remove
 from megatron.core.dist_checkpointing.writing import Workers
 from megatron.training.checkpoint_dir import iteration_directory, saved_iterations
 
@@ -136,9 +135,6 @@ def _put_aside(directory: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """As far as possible: what stays has a name that nobody takes for a checkpoint, and goes at the next start."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    """As far as possible: what stays goes at the next start."""
+    with contextlib.suppress(OSError):
+        remove(path)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.conversion.megatron_rng import initial_rng_state
+from megatron.conversion.megatron_rng import initial_cuda_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 
@@ -39,7 +39,7 @@ def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
 
 def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
     """`ours` as Megatron-LM can restore it: it insists on CUDA generators. Without a GPU they are those of the seed."""
-    (state,) = initial_rng_state(seed, ps.tp.rank, ps.pp.rank)
+    state = initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
     state |= {name: ours[name] for name in ("random_rng_state", "np_rng_state", "torch_rng_state")}
     if ours["cuda_rng_state"] is not None:
         state["cuda_rng_state"] = ours["cuda_rng_state"]

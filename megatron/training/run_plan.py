@@ -1,8 +1,8 @@
 """What a run will need on every pipeline stage, worked out from its flags without running it.
 
 Weights, gradients and optimizer are exact: the model of a rank is built without memory, and its buffers are planned by
-the code that plans them in training. Activations are
-`activation_memory.ActivationMemory`, over the passes that the pipeline schedule runs.
+the code that plans them in training. Activations are `activation_memory.ActivationMemory`, over the passes that the
+pipeline schedule runs.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Moment(NamedTuple):
 def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
-    layers = [activations.kept(chunk.num_layers, post_process=False) for chunk in chunks]
+    layers = [activations.kept(chunk.num_layers) for chunk in chunks]
     backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.rank_layout import Layout
 from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, staging_for_waiting, write_tracker
+from megatron.core.dist_checkpointing.commit import Rewrite
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.training.checkpoint_dir import iteration_directory
 from megatron.training.config import CheckpointConfig
 from megatron.training.initialize import print_rank_0
-from megatron.training.legacy_save import rewrite_as_legacy
 from megatron.training.retention import Retention, RetentionPolicy
 
 
@@ -45,11 +43,16 @@ class CheckpointSaver:
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
 
     def save(
-        self, state: ShardedStateDict, root: Path, iteration: int, common: dict[str, Any], legacy: Layout | None = None
+        self,
+        state: ShardedStateDict,
+        root: Path,
+        iteration: int,
+        common: dict[str, Any],
+        rewrite: Rewrite | None = None,
     ) -> None:
         """Begin a save under `root`, waiting for the one before; without --async-save also end it.
 
-        With `legacy` in Megatron-LM's legacy format for that layout.
+        `rewrite` puts it into another form before it has its name.
         """
         if self._saver is None:
             self._saver = self._make_saver()
@@ -58,7 +61,6 @@ class CheckpointSaver:
         self._retention.wait()
         self._waited = time.perf_counter() - began
         directory = iteration_directory(root, iteration)
-        rewrite = None if legacy is None else partial(rewrite_as_legacy, layout=legacy)
         on_commit = self._committing(root, iteration)
         self._saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite)
         if self._config.async_save:

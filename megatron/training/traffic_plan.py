@@ -64,7 +64,7 @@ def _tensor_parallel(
     if size == 1:
         return Traffic(1)
     layers = sum(chunk.num_layers for chunk in chunks)
-    again = sum(_recomputed_layers(config, chunk.num_layers) for chunk in chunks)
+    again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
     ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
     loss = sum(chunk.post_process for chunk in chunks)
     whole = activations.whole * microbatches
@@ -73,15 +73,6 @@ def _tensor_parallel(
         return Traffic(size, all_reduce=sums * whole)
     gathers = sums + 2 * layers + loss
     return Traffic(size, all_gather=gathers * whole, reduce_scatter=sums * whole)
-
-
-def _recomputed_layers(config: Config, num_layers: int) -> int:
-    """Layers of a chunk whose forward pass runs twice."""
-    model = config.model
-    if model.recompute_granularity != "full":
-        return 0
-    assert model.recompute_num_layers is not None
-    return num_layers if model.recompute_method == "uniform" else min(model.recompute_num_layers, num_layers)
 
 
 def _data_parallel(config: Config, chunks: list[EmptyChunk], size: int) -> Traffic:

@@ -113,27 +113,34 @@ def pending_directory(directory: Path, save_id: str) -> Path:
 def remove_unfinished(directory: Path) -> None:
     """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be running."""
     for path in directory.parent.glob(f"{_PENDING}{glob.escape(directory.name)}-*"):
-        _remove(path)
+        remove(path)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
+def remove(path: Path) -> None:
+    """A file, a link, or as much of a directory as possible: what stays has a name that nobody takes for whole."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
 def put_in_place(pending: Path, directory: Path) -> None:
-    """Rename the finished `pending` to `directory`; a checkpoint that was there is removed afterwards."""
-    old = None
-    if directory.exists():
-        old = directory.with_name(f"{_REPLACED}{directory.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(directory, old)
-    os.rename(pending, directory)
+    """Rename the finished `pending` to `directory`, durably; what was there is removed afterwards.
+
+    An error or interruption between the renames puts it back.
+    """
+    old = directory.with_name(f"{_REPLACED}{directory.name}")
+    try:
+        if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(directory, old)
+        os.replace(pending, directory)
+    except BaseException:
+        if old.exists() and not directory.exists():
+            os.replace(old, directory)
+        raise
     fsync_directory(directory.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
@@ -154,7 +161,7 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
                 continue
         elif not path.name.startswith(_PENDING) and path.name != TRACKER + _TEMPORARY:
             continue
-        _remove(path)
+        remove(path)
         removed.append(path.name)
     return removed
 

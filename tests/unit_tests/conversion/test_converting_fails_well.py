@@ -252,7 +252,7 @@ def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, m
 
 def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
     """Killed between the renames and the removal of what was replaced."""
-    shutil.copytree(sources / "hf", tmp_path / ".target.replaced")
+    shutil.copytree(sources / "hf", tmp_path / ".replaced-target")
     shutil.copytree(sources / "hf", tmp_path / "target")
     convert(sources / "legacy", tmp_path / "target", "hf", overwrite=True)
     assert os.listdir(tmp_path) == ["target"]

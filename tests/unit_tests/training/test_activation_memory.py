@@ -73,9 +73,9 @@ def test_recomputation_keeps_less(bf16):
     selective = memory(config(recompute_granularity="selective", bf16=bf16))
     uniform = memory(config(recompute_method="uniform", **full))
     block = memory(config(recompute_method="block", **full))
-    assert uniform.kept(4, False) == 2 * uniform.residual  # the inputs of two groups
-    assert block.kept(4, False) == 2 * block.residual + 2 * nothing.layer
-    order = [m.kept(4, False) for m in (uniform, block, selective, nothing)]
+    assert uniform.kept(4) == 2 * uniform.residual  # the inputs of two groups
+    assert block.kept(4) == 2 * block.residual + 2 * nothing.layer
+    order = [m.kept(4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
     assert uniform.backward(4, False) > nothing.backward(4, False)  # a group again
 
