@@ -19,10 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing.layout import layout_files, plan_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata import decode_metadata, encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.metadata import decode_metadata, encode_metadata  # noqa: E402
-from megatron.core.dist_checkpointing.planner import LocalSpec, describe, make_plan  # noqa: E402
+from megatron.core.dist_checkpointing.planning.file_layout import layout_files, plan_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.planning.planner import LocalSpec, describe, make_plan  # noqa: E402
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB = 80, 8192, 28672, 64, 8, 32000  # Llama 2 70B
 TP, PP = 8, 4

@@ -25,9 +25,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.training.flops import model_flops_per_token  # noqa: E402
-from megatron.training.run_config import parse_args  # noqa: E402
-from megatron.training.run_plan import plan_run  # noqa: E402
+from megatron.planning.run_plan import plan_run  # noqa: E402
+from megatron.training.config.run_config import parse_args  # noqa: E402
+from megatron.training.reporting.flops import model_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 

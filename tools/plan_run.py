@@ -20,10 +20,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.training.arguments import Given, parse_flags  # noqa: E402
-from megatron.training.run_config import Config, flag_parser, make_config  # noqa: E402
-from megatron.training.run_plan import RunPlan, StagePlan, plan_run  # noqa: E402
-from megatron.training.tokenizer import build_tokenizer  # noqa: E402
+from megatron.planning.run_plan import RunPlan, StagePlan, plan_run  # noqa: E402
+from megatron.training.config.arguments import Given, parse_flags  # noqa: E402
+from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
+from megatron.training.data.tokenizer import build_tokenizer  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [

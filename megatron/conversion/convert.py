@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.detect import Hints, open_checkpoint
+from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
 from megatron.conversion.files import Progress, no_progress, sync_tree
-from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
-from megatron.conversion.legacy_writer import write_legacy
-from megatron.conversion.model_space import Shape, Source, TensorInfo, TrainingState
-from megatron.conversion.rank_layout import Layout
-from megatron.conversion.target import alone_in
-from megatron.conversion.torch_dist_writer import write_torch_dist
-from megatron.conversion.universal_writer import UniversalOptions, write_universal
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.open_checkpoint import Hints, open_checkpoint
+from megatron.conversion.output_directory import alone_in
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.files import put_in_place
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron.training.data_samplers import Batch
+from megatron.training.data.samplers import Batch
 from megatron.training.forward_backward import forward_backward
-from megatron.training.initialize import print_rank_0
-from megatron.training.logging import Writer, reduce_losses
+from megatron.training.launch.initialize import print_rank_0
+from megatron.training.reporting.logging import Writer, reduce_losses
 from megatron.training.run import Run
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
-from megatron.training.data_samplers import Batch
+from megatron.training.data.samplers import Batch
 from megatron.training.run import Loss, Run
 
 

@@ -16,12 +16,12 @@ from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.data_samplers import Batch
-from megatron.training.microbatches import BatchSchedule
-from megatron.training.run_config import Config
-from megatron.training.saver import CheckpointSaver
-from megatron.training.timers import Timers
-from megatron.training.tokenizer import Tokenizer
+from megatron.training.checkpoint.saver import CheckpointSaver
+from megatron.training.config.run_config import Config
+from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.data.samplers import Batch
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.reporting.timers import Timers
 
 
 class Loss(NamedTuple):

@@ -14,30 +14,30 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint_dir import iteration_of
-from megatron.training.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.compile import check_compiler, compile_layers
-from megatron.training.data_samplers import Batch
-from megatron.training.dataloaders import Data, Split, build_data
-from megatron.training.decisions import Decisions
+from megatron.training.checkpoint.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpoint.directory import iteration_of
+from megatron.training.checkpoint.hf_export import check_hf_target, save_hf
+from megatron.training.checkpoint.other_formats import foreign_source, stored_vocab_size
+from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
+from megatron.training.config.run_config import Config
+from megatron.training.data.loaders import Data, Split, build_data
+from megatron.training.data.samplers import Batch
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation import evaluate, report
-from megatron.training.finiteness import FiniteCheck, NotFiniteError
-from megatron.training.flops import model_flops_per_token
-from megatron.training.foreign import foreign_source, stored_vocab_size
+from megatron.training.exit.decisions import Decisions
+from megatron.training.exit.nan_check import FiniteCheck, NotFiniteError
+from megatron.training.exit.signals import ExitSignals
 from megatron.training.forward_backward import forward_backward
-from megatron.training.hf_export import check_hf_target, save_hf
-from megatron.training.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
-from megatron.training.logging import PendingIteration, TrainingLog, Writer, log_line
-from megatron.training.memory_report import memory, memory_line
-from megatron.training.params_norm import params_norm
-from megatron.training.profiling import StepProfiler
+from megatron.training.launch.compile import check_compiler, compile_layers
+from megatron.training.launch.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
+from megatron.training.reporting.flops import model_flops_per_token
+from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, log_line
+from megatron.training.reporting.memory_report import memory, memory_line
+from megatron.training.reporting.params_norm import params_norm
+from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.writers import make_writers
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
-from megatron.training.run_config import Config
-from megatron.training.saver import CheckpointSaver, SaveFailedError, scalars
-from megatron.training.signals import ExitSignals
-from megatron.training.timers import Timers
-from megatron.training.tokenizer import build_tokenizer
-from megatron.training.writers import make_writers
 
 
 def pretrain(

@@ -16,8 +16,8 @@ import torch
 from training_harness import COMMON, LAYOUTS, MODELS, train
 
 from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.training.config.run_config import parse_args
 from megatron.training.run import Loss
-from megatron.training.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from training_harness import COMMON, LAYOUTS, MODELS, train
 
 from megatron.conversion.convert import Options, convert
-from megatron.training.run_config import parse_args
+from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 

@@ -12,9 +12,9 @@ import torch
 from live_tensors import LiveTensors
 from training_harness import COMMON, LLAMA, datasets_provider, forward_step, model_provider, parse_args, train
 
-from megatron.training.dataloaders import build_data
-from megatron.training.initialize import initialize
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.data.loaders import build_data
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.launch.initialize import initialize
 from megatron.training.training import build_run, train_step
 
 FLAGS = "--mock-data --train-iters 5 " + LLAMA

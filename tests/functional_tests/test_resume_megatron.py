@@ -7,8 +7,8 @@ import pytest
 from training_harness import Measurements, datasets_provider, forward_step, model_provider
 
 from megatron.conversion.convert import compare
-from megatron.conversion.detect import open_checkpoint
-from megatron.training.run_config import parse_args
+from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 
 GOLDEN = Path(__file__).parents[1] / "golden/megatron_lm"

@@ -14,7 +14,7 @@ from training_harness import (
     pretrain,
 )
 
-from megatron.training.run_plan import RunPlan, plan_run
+from megatron.planning.run_plan import RunPlan, plan_run
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "

@@ -21,7 +21,7 @@ from training_harness import (
 )
 
 from megatron.core.dist_checkpointing import Reader, is_complete
-from megatron.training.run_config import parse_args
+from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 
 SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "

@@ -12,7 +12,7 @@ from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.run_config import parse_args
+from megatron.training.config.run_config import parse_args
 from megatron.training.training import build_chunks
 from pretrain_gpt import model_provider
 

@@ -7,11 +7,11 @@ import torch
 import transformers
 from training_harness import COMMON, LAYOUTS, MODELS, Measurements
 
-from megatron.training.checkpointing import model_state
-from megatron.training.dataloaders import build_data
-from megatron.training.initialize import initialize
-from megatron.training.run_config import parse_args
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.config.run_config import parse_args
+from megatron.training.data.loaders import build_data
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.launch.initialize import initialize
 from megatron.training.training import build_run, train
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.training.checkpointing import model_state
-from megatron.training.logging import Interval
-from megatron.training.run_config import parse_args
+from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.config.run_config import parse_args
+from megatron.training.reporting.logging import Interval
 from megatron.training.training import pretrain
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import AsyncSaver, load
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.staging import SLOT_SIZE, StagingBuffer
+from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, StagingBuffer
 
 
 def changed_behind_a_save(rank, world_size, device, directory, limit):

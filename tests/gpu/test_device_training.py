@@ -26,7 +26,7 @@ from training_harness import (
     whole,
 )
 
-from megatron.training.run_plan import plan_run
+from megatron.planning.run_plan import plan_run
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--mock-data --distributed-backend gloo "  # two processes share the one device

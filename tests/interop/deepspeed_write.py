@@ -8,7 +8,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "unit_tests" / "conv
 
 from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source  # noqa: E402
 
-from megatron.conversion.universal_writer import write_universal  # noqa: E402
+from megatron.conversion.deepspeed.writer import write_universal  # noqa: E402
 
 MODELS = {
     "llama": LLAMA_ARGS | {"untie_embeddings_and_output_weights": False},

@@ -24,9 +24,9 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "functional_tests")]
 from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, Measurements, Outcome, whole  # noqa: E402
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.training.checkpointing import model_state  # noqa: E402
+from megatron.training.checkpoint.checkpointing import model_state  # noqa: E402
+from megatron.training.config.run_config import parse_args  # noqa: E402
 from megatron.training.run import Run  # noqa: E402
-from megatron.training.run_config import parse_args  # noqa: E402
 from megatron.training.training import pretrain  # noqa: E402
 from pretrain_gpt import datasets_provider, forward_step, model_provider  # noqa: E402
 

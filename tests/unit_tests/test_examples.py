@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch_scripts import ROOT, launched, pod_command
 
-from megatron.training.run_config import parse_args
+from megatron.training.config.run_config import parse_args
 
 SCRIPTS = {
     "examples/single_gpu.sh": 1,

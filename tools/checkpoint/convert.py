@@ -26,14 +26,14 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron.conversion.convert import WRITERS, Options, Outcome, convert  # noqa: E402
-from megatron.conversion.detect import READERS, Hints  # noqa: E402
+from megatron.conversion.deepspeed.names import STYLES  # noqa: E402
+from megatron.conversion.deepspeed.reader import QKV_LAYOUTS  # noqa: E402
 from megatron.conversion.files import parse_size  # noqa: E402
-from megatron.conversion.universal import QKV_LAYOUTS  # noqa: E402
-from megatron.conversion.universal_names import STYLES  # noqa: E402
+from megatron.conversion.open_checkpoint import READERS, Hints  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError  # noqa: E402
 from megatron.core.parallel_state import ParallelConfig  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.training.arguments import make_parser, parse_flags  # noqa: E402
+from megatron.training.config.arguments import make_parser, parse_flags  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPPING = (signal.SIGINT, signal.SIGTERM)

@@ -33,14 +33,14 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from megatron.conversion.detect import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
-from megatron.conversion.extra_states import is_extra_state  # noqa: E402
-from megatron.conversion.load_plan import plan_load  # noqa: E402
-from megatron.conversion.model_space import Shape, TensorInfo  # noqa: E402
-from megatron.conversion.rank_layout import Layout  # noqa: E402
+from megatron.conversion.megatron_lm.extra_states import is_extra_state  # noqa: E402
+from megatron.conversion.model_space.load_plan import plan_load  # noqa: E402
+from megatron.conversion.model_space.rank_layout import Layout  # noqa: E402
+from megatron.conversion.model_space.source import Shape, TensorInfo  # noqa: E402
+from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify  # noqa: E402
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices  # noqa: E402
-from megatron.core.dist_checkpointing.integrity import total_bytes  # noqa: E402
+from megatron.core.dist_checkpointing.verify import total_bytes  # noqa: E402
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {

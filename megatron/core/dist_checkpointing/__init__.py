@@ -5,12 +5,13 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
 """
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
-from megatron.core.dist_checkpointing.file_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.integrity import VerifyReport, missing_or_truncated, verify
-from megatron.core.dist_checkpointing.loading import LoadReport, load, load_common
+from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
+from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
+from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load_common
+from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
     Box,
     Shape,
@@ -20,9 +21,8 @@ from megatron.core.dist_checkpointing.mapping import (
     flat_range_boxes,
     map_keys,
 )
-from megatron.core.dist_checkpointing.metadata import CheckpointMetadata, StoredChunk, StoredTensor
-from megatron.core.dist_checkpointing.reader import Reader, Request, read_metadata
-from megatron.core.dist_checkpointing.safe_unpickle import safe_load, safe_open
+from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
+from megatron.core.dist_checkpointing.verify import VerifyReport, missing_or_truncated, verify
 
 __all__ = [
     "AsyncSaver",

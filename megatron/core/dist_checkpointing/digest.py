@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.reader import Reader
 
 _BLOCK = 1 << 16  # elements that share a block weight
 _LONG = 1 << 13  # elements: runs from here on are handled one by one, shorter ones many at once

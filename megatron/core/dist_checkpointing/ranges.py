@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.core.dist_checkpointing.format.metadata import StoredChunk
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.metadata import StoredChunk
 
 READ_THROUGH = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_config import model_config, model_tensors
-from megatron.conversion.model_space import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.model import model_config, model_tensors
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, Options, compare, convert
-from megatron.conversion.detect import READERS, open_checkpoint
-from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.open_checkpoint import READERS, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 
 FORMATS = list(WRITERS)

@@ -10,11 +10,11 @@ import torch
 from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from safetensors.torch import load_file
 
-from megatron.conversion.detect import open_checkpoint
-from megatron.conversion.huggingface_writer import write_huggingface
-from megatron.conversion.model_space import read_whole
-from megatron.conversion.universal_files import find_universal
-from megatron.conversion.universal_writer import UniversalOptions, write_universal
+from megatron.conversion.deepspeed.files import find_universal
+from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
+from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.open_checkpoint import open_checkpoint
 
 TOOL = Path(__file__).parents[3] / "tools" / "checkpoint" / "convert.py"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"

@@ -8,8 +8,8 @@ import pytest
 from memory_source import LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.detect import open_checkpoint
-from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from tools.checkpoint.convert import parse, run
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.hf_families import family_of
-from megatron.conversion.model_config import mathematics, model_config, model_tensors
+from megatron.conversion.huggingface.families import family_of
+from megatron.conversion.model_space.model import mathematics, model_config, model_tensors
 
 LLAMA3_ROPE = {
     "factor": 32.0,

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.huggingface import HuggingFaceSource, is_huggingface
-from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
-from megatron.conversion.model_space import read_whole
+from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.model_space.source import read_whole
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hf"
 READS_NEW_CONFIGS = int(transformers.__version__.split(".")[0]) >= 5  # the golden configs are of transformers 5

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.conversion.huggingface import HuggingFaceSource
-from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
-from megatron.conversion.model_config import WORD_EMBEDDINGS
-from megatron.conversion.model_space import Source, optimizer_key, read_whole
+from megatron.conversion.huggingface.reader import HuggingFaceSource
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
 
 LLAMA_GOLDEN = Path(__file__).parents[2] / "golden" / "hf" / "llama"
 SIDECAR = HuggingFaceOptions(optim_sidecar=True)

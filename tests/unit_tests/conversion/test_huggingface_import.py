@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.huggingface import HuggingFaceSource, is_huggingface
-from megatron.conversion.huggingface_writer import HuggingFaceOptions, write_huggingface
-from megatron.conversion.model_config import WORD_EMBEDDINGS
-from megatron.conversion.model_space import read_whole
+from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.source import read_whole
 
 TOKENS = torch.arange(20).view(2, 10)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.legacy import LegacySource
-from megatron.conversion.legacy_writer import write_legacy
-from megatron.conversion.model_space import read_whole
-from megatron.conversion.rank_layout import Layout
-from megatron.conversion.torch_dist import TorchDistSource
-from megatron.conversion.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.legacy_reader import LegacySource
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import read_whole
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 
 GOLDEN = Path(__file__).parents[2] / "golden/megatron_lm"

@@ -3,7 +3,7 @@
 import pytest
 from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
 
-from megatron.conversion.model_config import mathematics, model_config, model_tensors
+from megatron.conversion.model_space.model import mathematics, model_config, model_tensors
 from megatron.core.models.gpt import GPTModel
 
 VARIANTS = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.conversion.row_maps import (
+from megatron.conversion.model_space.row_maps import (
     RowMap,
     as_is,
     gather,

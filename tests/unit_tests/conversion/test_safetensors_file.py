@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion import safetensors_file
 from megatron.conversion.files import parse_size
-from megatron.conversion.model_space import TensorInfo
-from megatron.conversion.safetensors_file import SafetensorsFile, SafetensorsWriter
+from megatron.conversion.huggingface import safetensors_file
+from megatron.conversion.huggingface.safetensors_file import SafetensorsFile, SafetensorsWriter
+from megatron.conversion.model_space.source import TensorInfo
 
 TENSORS = {
     "matrix": torch.randn(7, 5),

@@ -16,13 +16,13 @@ from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random
 from reference_forward import reference_logits
 from torch.testing import assert_close
 
-from megatron.conversion.huggingface_writer import write_huggingface
-from megatron.conversion.model_config import WORD_EMBEDDINGS
-from megatron.conversion.model_space import Source, optimizer_key, read_whole
-from megatron.conversion.universal import UniversalSource
-from megatron.conversion.universal_files import find_universal
-from megatron.conversion.universal_writer import UniversalOptions, write_universal
-from megatron.core.dist_checkpointing.safe_unpickle import safe_load
+from megatron.conversion.deepspeed.files import find_universal
+from megatron.conversion.deepspeed.reader import UniversalSource
+from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
+from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
 
 ARCHIVES = Path(__file__).parents[2] / "golden" / "deepspeed_universal"
 SETS = ("gpt_fp32_tp2_pp2", "gpt_blockqkv_fp32_tp2", "gpt_nopipe_bf16_dp2", "bloom_bf16_tp2_pp2")

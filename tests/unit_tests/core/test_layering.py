@@ -14,6 +14,7 @@ LAYERS = [
     {"megatron.core.models", "megatron.core.optimizer"},
     {"megatron.conversion"},
     {"megatron.training"},
+    {"megatron.planning"},
 ]
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.staging import SLOT_SIZE
+from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE
 
 
 @pytest.mark.parametrize("limit", [None, 2 * SLOT_SIZE], ids=["whole", "two slots"])

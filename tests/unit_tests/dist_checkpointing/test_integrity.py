@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import (
     save,
     verify,
 )
-from megatron.core.dist_checkpointing.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 
 
 def make_state(fill):

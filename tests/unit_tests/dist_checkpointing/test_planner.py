@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.planner import (
+from megatron.core.dist_checkpointing.planning.planner import (
     LocalSpec,
     TensorSpec,
     _level,

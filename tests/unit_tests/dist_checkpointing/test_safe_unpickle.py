@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
-from megatron.core.dist_checkpointing.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.safe_unpickle import safe_load, safe_loads
+from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads
 
 
 def saved(value) -> bytes:

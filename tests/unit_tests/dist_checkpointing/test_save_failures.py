@@ -147,7 +147,7 @@ def test_a_full_disk(tmp_path):
             (disk / "other").write_bytes(bytes(20 << 20))
             assert "are free" in saver.save(big, disk / "2", common={}).wait().error
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr("megatron.core.dist_checkpointing.async_save.check_free_space", lambda *_: None)
+                monkeypatch.setattr("megatron.core.dist_checkpointing.saving.saver.check_free_space", lambda *_: None)
                 assert "No space left" in saver.save(big, disk / "2", common={}).wait().error
             (disk / "other").unlink()
             assert saver.save(small, disk / "3", common={}).wait().error is None

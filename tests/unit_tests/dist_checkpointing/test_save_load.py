@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     save,
 )
-from megatron.core.dist_checkpointing.planner import find_fault
+from megatron.core.dist_checkpointing.planning.planner import find_fault
 
 GLOBAL_SHAPES = {
     "embedding.weight": ((101, 16), torch.float32),
@@ -293,8 +293,8 @@ def test_partial_reads_read_little_more_than_they_need(tmp_path):
 def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapped):
     """Where the kernel is too old to say whether a mapping can be read, spans are read."""
     if not mapped:
-        monkeypatch.setattr("megatron.core.dist_checkpointing.reader._MADV_POPULATE_READ", 9999)
-    monkeypatch.setattr("megatron.core.dist_checkpointing.reader._SPAN", 100_000)  # several spans
+        monkeypatch.setattr("megatron.core.dist_checkpointing.loading.reader._MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.loading.reader._SPAN", 100_000)  # several spans
     weight, vector = torch.randn(700, 1030), torch.randn(13)
     save(state_of(vector=vector, w=weight), tmp_path / "c", common={})
     for offset, shape in [((0, 515), (700, 515)), ((1, 0), (699, 3)), ((5, 1029), (2, 1))]:

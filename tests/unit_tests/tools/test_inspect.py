@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.detect import open_checkpoint
+from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
 from tools.checkpoint.inspect import main

@@ -1,0 +1,86 @@
+"""The files of a DeepSpeed universal checkpoint.
+
+<root>/latest_universal                            name of the directory
+<root>/<tag>/mp_rank_XX_model_states.pt            arguments, schedule, counters; equal for all XX but rank numbers
+<root>/<tag>/zero/optimizer_state.pt               parameter groups (not in BLOOM-era directories)
+<root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.deepspeed.args import read_args
+from megatron.conversion.deepspeed.names import model_space_names
+from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+
+LATEST = "latest_universal"
+ZERO = "zero"
+OPTIMIZER_STATE = "optimizer_state.pt"
+STEP = "step.pt"
+STATE_FILES = {"param": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+
+
+def model_state_name(rank: int) -> str:
+    return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def find_universal(directory: Path) -> Path | None:
+    """The universal directory at, or named in, `directory`; None where there is none."""
+    if (directory / LATEST).is_file():
+        directory = directory / (directory / LATEST).read_text().strip()
+    return directory if (directory / ZERO).is_dir() else None
+
+
+class UniversalFiles:
+    """What is in the files; tensors are mapped when they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        found = find_universal(directory)
+        if found is None:
+            raise ValueError(f"{directory} is no DeepSpeed universal checkpoint: it has no {ZERO}/ directory")
+        self.directory = found
+        self.description = f"DeepSpeed universal checkpoint {found}"
+        states = sorted(found.glob("mp_rank_*_model_states.pt"))
+        if not states:
+            raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
+        self.state: dict[str, Any] = dict(safe_load(states[0]))
+        namespace = vars(self.state.pop("args")) if "args" in self.state else {}
+        self.arguments = read_args(namespace, self.description) if namespace else {}
+        folders = sorted(path.name for path in (found / ZERO).iterdir() if path.is_dir())
+        self.names = model_space_names(folders, self.description)  # model-space key -> parameter
+        self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}
+
+    def entry(self, key: str, state: str) -> Any:
+        """One file: a dict with `param`, or from ZeRO-3 the flat tensor itself."""
+        path = self.directory / ZERO / self.names[key] / STATE_FILES[state]
+        if not path.exists():
+            raise ValueError(f"{self.description} is incomplete: {path} is missing")
+        return safe_load(path)
+
+    def tensor(self, key: str, state: str) -> torch.Tensor:
+        entry = self.entry(key, state)
+        if isinstance(entry, dict) and entry.get("is_expert_param"):
+            raise ValueError(f"{self.description}: {self.names[key]} is an expert, which is not supported")
+        tensor = entry.get("param") if isinstance(entry, dict) else entry
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{self.description}: {STATE_FILES[state]} of {self.names[key]} holds no tensor")
+        return tensor.detach()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        path = self.directory / ZERO / OPTIMIZER_STATE
+        return dict(safe_load(path)) if path.exists() else None
+
+    def step(self) -> int:
+        """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were not skipped."""
+        paths = [self.directory / ZERO / name / STEP for name in self.names.values()]
+        steps = {int(safe_load(path)) for path in paths if path.exists()}
+        if len(steps) > 1:
+            raise ValueError(f"{self.description}: parameters are at different steps: {sorted(steps)}")
+        if steps:
+            return steps.pop()
+        return int(self.state["global_steps"]) - int(self.state.get("skipped_steps") or 0)

@@ -1,0 +1,227 @@
+"""Write a `Source` as a DeepSpeed universal checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_groups, write_scheduler
+from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
+from megatron.conversion.deepspeed.names import STYLES, Style, cat_dim
+from megatron.conversion.files import Progress, committed, make_empty_directory, no_progress, run_jobs, sync_tree
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, plain_args
+from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
+from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
+from megatron.core.dist_checkpointing.files import naming
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
+
+
+@dataclass(frozen=True)
+class UniversalOptions:
+    style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
+    qkv_blocks: int | None = None  # target's TP degree, for Megatron-DeepSpeed since December 2024; default: by groups
+    vocab_size: int | None = None  # rows beyond it are cut; default: all that the source has
+    workers: int = 1
+
+
+def write_universal(
+    source: Source, directory: Path, options: UniversalOptions | None = None, progress: Progress = no_progress
+) -> list[str]:
+    """Write `source` below the empty `directory`; returns what could not be carried.
+
+    `latest_universal` is written last. A source without an optimizer gets the state of one that has not begun: the
+    loader needs it. Raises ValueError for a model that the programs in question lack, before anything is written.
+    """
+    options = options or UniversalOptions()
+    writer = _Writer(source, options)
+    names = {key: writer.style.of(key, writer.config) for key in writer.shapes}
+    make_empty_directory(directory)
+    training = source.training or TrainingState()
+    target = directory / f"global_step{training.iteration}_universal"
+    (target / ZERO).mkdir(parents=True)
+    jobs = [partial(writer.write_parameter, target / ZERO / name, key, progress) for key, name in names.items()]
+    run_jobs(jobs, options.workers)
+    _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
+    _save(target / model_state_name(0), writer.model_state(training, names))
+    sync_tree(directory)
+    with committed(directory / LATEST) as temporary:
+        temporary.write_text(target.name)
+    sync_tree(directory)
+    lost = foreign_parts(writer.config)
+    lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
+    return lost + (["random number state: it belongs to one layout"] if training.rng else [])
+
+
+class _Writer:
+    def __init__(self, source: Source, options: UniversalOptions) -> None:
+        self.source = source
+        rows = source.tensors[WORD_EMBEDDINGS].shape[0]
+        vocab_size = options.vocab_size or rows
+        if vocab_size > rows:
+            raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+        self.config = config = model_config(source.args, vocab_size, source.description)
+        self.shapes = model_tensors(config)
+        self._check_source()
+        self.style = _style(options.style, config)
+        self.blocks = options.qkv_blocks
+        heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
+        self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
+        if self.blocks and groups != heads:
+            raise ValueError("Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention")
+        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.shapes)
+        steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
+        self.step = float(next((step for step in steps if step is not None), 0)) if self.has_optimizer else 0.0
+
+    def _check_source(self) -> None:
+        for key, shape in self.shapes.items():
+            if key not in self.source.tensors:
+                raise ValueError(f"{self.source.description} lacks {key}, which its arguments call for")
+            found = self.source.tensors[key].shape
+            cropped = shape[0] == self.config.vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
+            if found != shape and not cropped:
+                raise ValueError(f"{self.source.description}: {key} has shape {found}, its arguments make it {shape}")
+
+    def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
+        folder.mkdir()
+        for state, name in STATE_FILES.items():
+            tensor = self._value(key, state)
+            if self._qkv_map is not None and ".linear_qkv." in key and "layer_norm" not in key:
+                tensor = scatter(self._qkv_map, 0, tensor)
+            _save(folder / name, self._marks(key) | {"param": tensor.contiguous()})
+            progress(tensor.nbytes)
+            del tensor  # before the next one is read
+        _save(folder / STEP, torch.tensor(self.step))
+
+    def _value(self, key: str, state: str) -> torch.Tensor:
+        """The fp32 main parameter or the weight; a moment, or zeros of one that has not begun."""
+        shape = self.shapes[key]
+        stored = optimizer_key(state, key)
+        if state == "param" and stored not in self.source.tensors:
+            stored = key
+        elif state != "param" and not self.has_optimizer:
+            return torch.zeros(shape)
+        return self.source.read(stored, (0,) * len(shape), shape).float()
+
+    def _marks(self, key: str) -> dict[str, Any]:
+        """How a loader cuts the tensor for its own tensor parallelism."""
+        marks: dict[str, Any] = {}
+        dim = cat_dim(key)
+        if dim is not None:
+            marks["cat_dim"] = dim
+        if key in (WORD_EMBEDDINGS, "output_layer.weight"):
+            marks["vocab_tensor"] = True
+        if self.config.swiglu and ".linear_fc1." in key and "layer_norm" not in key:
+            marks["param_n_sub_params"] = 2
+        return marks
+
+    def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
+        counts = (2, 1) if self.style.name == "bigscience" else (1, 1)
+        return {
+            "clip_grad": self.source.args.get("clip_grad", 1.0),
+            "group_paddings": [0] * sum(counts),
+            "partition_count": [1] * sum(counts),
+            "ds_version": _DS_VERSION,
+            "param_groups": write_groups(training, counts),
+        }
+
+    def model_state(self, training: TrainingState, names: Mapping[str, str]) -> dict[str, Any]:
+        args = write_args(self.config, self.source.args, training, blocks=self.blocks)
+        vocabulary = {"original_vocab_size": self.config.vocab_size, "padded_vocab_size": self.config.vocab_size}
+        tokens = training.consumed_train_samples * int(self.source.args.get("seq_length") or 0)
+        state = {
+            "module": None,
+            "buffer_names": [],
+            "optimizer": None,
+            "param_shapes": self._param_shapes(names),
+            "frozen_param_shapes": None,
+            "shared_params": {},
+            "frozen_param_fragments": None,
+            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style.name == "bigscience"),
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": training.iteration - int(self.step) if self.has_optimizer else 0,
+            "global_steps": training.iteration,
+            "global_samples": training.consumed_train_samples,
+            "dp_world_size": 1,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.blocks or 1},
+            "ds_config": {},
+            "ds_version": _DS_VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.4} | vocabulary | self._patterns(names),
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": training.iteration,
+            "tokens": tokens,
+            # No loader of DeepSpeed asks for these; the way back does.
+            "megatron_param_groups": training.param_groups and [plain_args(group) for group in training.param_groups],
+            "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
+            "grad_scaler": training.grad_scaler,
+        }
+        return state | ({"checkpoint_info": vocabulary} if self.style.name == "bigscience" else {})
+
+    def _param_shapes(self, names: Mapping[str, str]) -> list[OrderedDict[str, torch.Size]]:
+        """By group: with weight decay (matrices), without (vectors)."""
+        groups: list[OrderedDict[str, torch.Size]] = [OrderedDict(), OrderedDict()]
+        for key, name in names.items():
+            groups[len(self.shapes[key]) == 1][name] = torch.Size(self.shapes[key])
+        return groups
+
+    def _patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
+        def having(mark: str, value: Any) -> list[str]:
+            return [name for key, name in names.items() if self._marks(key).get(mark) == value]
+
+        return {
+            "vocabulary_parameter_patterns": having("vocab_tensor", True),
+            "tp_replicated_parameter_patterns": having("cat_dim", None),
+            "parameter_with_row_parallelism_patterns": having("cat_dim", 1),
+            "parameter_with_2_sub_params_cat_dim_0": having("param_n_sub_params", 2),
+        }
+
+
+def _style(name: str | None, config: TransformerConfig) -> Style:
+    """BigScience's fork trains ALiBi and a normalized embedding, Megatron-DeepSpeed neither."""
+    like_bloom = config.position_embedding_type == "alibi" or config.embedding_layernorm
+    name = name or ("bigscience" if like_bloom else "pipeline")
+    if name not in STYLES:
+        raise ValueError(f"--universal-style {name!r}: give one of {', '.join(STYLES)}")
+    if like_bloom and name != "bigscience":
+        raise ValueError(f"--universal-style {name}: Megatron-DeepSpeed has no ALiBi and no normalized embedding")
+    return STYLES[name]
+
+
+class _Sink:
+    """What torch.save writes to: it turns every error into one of its own, so the real one is kept."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(path: Path, value: Any) -> None:
+    """Raises OSError that names the file where it cannot be written."""
+    with committed(path) as temporary, naming(temporary), temporary.open("wb") as file:
+        sink = _Sink(file)
+        try:
+            torch.save(value, sink)  # type: ignore[arg-type]
+        except RuntimeError:
+            if sink.error is not None:
+                raise sink.error from None
+            raise

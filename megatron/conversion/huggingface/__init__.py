@@ -1,0 +1,1 @@
+"""Hugging Face directories: families as tables, weights as safetensors, tokenizer and sidecar."""

@@ -1,0 +1,135 @@
+"""Write a `Source` as a Hugging Face directory, a few rows at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.files import Progress, make_empty_directory, no_progress, sync_tree, write_json
+from megatron.conversion.huggingface import sidecar as hf_sidecar
+from megatron.conversion.huggingface.families import Family, Place, choose_family
+from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
+from megatron.conversion.huggingface.weight_files_writer import Outgoing, write_weight_files
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors
+from megatron.conversion.model_space.row_maps import RowMap, as_is
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, optimizer_key
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class HuggingFaceOptions:
+    dtype: torch.dtype | None = None  # of the weights; default: the model's
+    max_shard_size: int = 5 * 10**9
+    vocab_size: int | None = None  # rows beyond it are cut; default: all that the source has
+    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    optim_sidecar: bool = False
+    workers: int = 1
+
+
+def write_huggingface(
+    source: Source, directory: Path, options: HuggingFaceOptions | None = None, progress: Progress = no_progress
+) -> list[str]:
+    """Write `source` into the empty `directory`; returns what it holds that could not be carried.
+
+    config.json is written last, so an interrupted export is no model. Raises ValueError for a model that transformers
+    cannot express, before anything is written.
+    """
+    options = options or HuggingFaceOptions()
+    config = _config(source, options)
+    family = choose_family(config, source.args.get("hf_model_type"))
+    places = family.places(config)
+    _check_complete(source, config, places)
+    optimizer = hf_sidecar.sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
+
+    make_empty_directory(directory)
+    limits = (options.max_shard_size, options.workers, progress)
+    weights = [_weight(source, place, config.params_dtype) for place in places]
+    write_weight_files(directory, "model", weights, *limits)
+    if optimizer:
+        states = [_state(source, key, *where) for key, where in optimizer.items()]
+        folder = directory / hf_sidecar.DIRECTORY
+        folder.mkdir()
+        hf_sidecar.write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
+    token_ids, lost = export_tokenizer(source.args, options.tokenizer, directory)
+    write_generation_config(directory, token_ids)
+    sync_tree(directory)
+    write_json(directory / "config.json", _config_json(family, config, token_ids))
+    sync_tree(directory)
+    return lost + _not_carried(source, bool(optimizer))
+
+
+def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:
+    info = source.tensors[WORD_EMBEDDINGS]
+    rows, dtype = info.shape[0], options.dtype or info.dtype
+    vocab_size = options.vocab_size or rows
+    if vocab_size > rows:
+        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
+    config = model_config(source.args, vocab_size, source.description)
+    return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+
+
+def _check_complete(source: Source, config: TransformerConfig, places: list[Place]) -> None:
+    """Every parameter of the model is in the source, and has a place in the family or is a bias of zeros."""
+    shapes = model_tensors(config)
+    placed = {place.key for place in places}
+    for key, shape in shapes.items():
+        if key not in source.tensors:
+            raise ValueError(f"{source.description} lacks {key}, which its arguments call for")
+        found = source.tensors[key].shape
+        if found[1:] != shape[1:] or found[0] < shape[0] or (found[0] > shape[0] and shape[0] != config.vocab_size):
+            raise ValueError(f"{source.description}: {key} has shape {found}, its arguments make it {shape}")
+        if key not in placed and torch.count_nonzero(source.read(key, (0,) * len(shape), shape)):
+            raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
+    extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
+    if extra:
+        raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
+
+
+def _weight(source: Source, place: Place, dtype: torch.dtype) -> Outgoing:
+    """From the fp32 main parameter, cast only once, where there is one."""
+    main = optimizer_key("param", place.key)
+    infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
+    key = main if main in source.tensors else place.key
+    return _outgoing(source, key, place.names, infos, place.shape, place.row_map, place.transposed)
+
+
+def _state(source: Source, key: str, read: str, info: TensorInfo) -> Outgoing:
+    return _outgoing(source, read, [key], [info], info.shape, as_is(info.shape[0]))
+
+
+def _outgoing(
+    source: Source,
+    key: str,
+    names: Sequence[str],
+    infos: Sequence[TensorInfo],
+    shape: Shape,
+    row_map: RowMap,
+    transposed: bool = False,
+) -> Outgoing:
+    dtype = infos[0].dtype
+
+    def read(first: int, count: int) -> torch.Tensor:
+        return source.read(key, (first,) + (0,) * (len(shape) - 1), (count, *shape[1:])).to(dtype)
+
+    return Outgoing(names, infos, row_map, transposed, shape[0], math.prod(shape[1:]), read)
+
+
+def _config_json(family: Family, config: TransformerConfig, token_ids: dict[str, Any]) -> dict[str, Any]:
+    return {**family.write_config(config), **token_ids, "use_cache": True}
+
+
+def _not_carried(source: Source, sidecar: bool) -> list[str]:
+    lost = []
+    if any(key.startswith("optimizer.") for key in source.tensors) and not sidecar:
+        lost.append("optimizer state and training state: give --save-optim-sidecar to keep them beside the model")
+    if source.training is not None and source.training.rng:
+        lost.append("random number state: it belongs to one layout")
+    return lost

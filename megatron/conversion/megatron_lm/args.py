@@ -1,0 +1,92 @@
+"""What Megatron-LM and we store beside tensors: arguments, iteration, schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_model
+from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.source import TrainingState
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_QKV_BY_GROUP = 3.0  # checkpoint versions from here on group QKV rows by query group
+_NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
+
+
+def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The run's arguments under our names.
+
+    Raises CheckpointError where there are none, ValueError where they describe a model that we do not have.
+    """
+    if "args" not in common:
+        raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
+    version = common.get("checkpoint_version", _QKV_BY_GROUP)
+    if version < _QKV_BY_GROUP:
+        raise CheckpointError(
+            f"{where}: checkpoint version {version} has its QKV rows in another order. Load and save it with a "
+            f"Megatron-LM that writes version {_QKV_BY_GROUP}."
+        )
+    args = {name: _plain(value) for name, value in vars(common["args"]).items()}
+    for theirs, ours in _NAMES.items():
+        if ours not in args and theirs in args:
+            args[ours] = args[theirs]
+    if not args.get("group_query_attention", False):
+        args["num_query_groups"] = args.get("num_attention_heads")
+    if args.get("window_size") is not None:
+        args["window_size"] = tuple(args["window_size"])
+    refuse_unsupported_model(args, where)
+    return args
+
+
+def _plain(value: Any) -> Any:
+    """Values as they are, but objects of Megatron-LM's own classes (its enums) as text: nobody else could load them."""
+    if isinstance(value, Placeholder):
+        return f"{type(value).__qualname__}{tuple(value.args)}"
+    return value
+
+
+def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
+    """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
+    known = {key: value for key, value in args.items() if key not in ("recompute_granularity", "recompute_method")}
+    return model_config(known, vocab_size, where)
+
+
+def training_state(
+    common: Mapping[str, Any], args: Mapping[str, Any], groups: list[dict[str, Any]] | None
+) -> TrainingState:
+    """`groups` are the optimizer's param groups, wherever the format keeps them."""
+    return TrainingState(
+        iteration=int(common.get("iteration", 0)),
+        consumed_train_samples=int(args.get("consumed_train_samples") or 0),
+        consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
+        num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
+        param_groups=_ordered(groups) if groups else None,
+        scheduler=common.get("opt_param_scheduler"),
+        grad_scaler=_grad_scaler(common.get("optimizer")),
+    )
+
+
+def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups without their parameters, that with weight decay first (0.12 has them in either order)."""
+    plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    for group in plain:
+        if "step" in group:
+            group["step"] = int(group["step"])
+    return sorted(plain, key=lambda group: -group.get("wd_mult", 0.0))
+
+
+def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
+    """The groups in the `optimizer` dict of any variant (formats: one level deeper with half precision or sharding)."""
+    while optimizer is not None:
+        if "param_groups" in optimizer:
+            groups: list[dict[str, Any]] = optimizer["param_groups"]
+            return groups
+        optimizer = optimizer.get("optimizer")
+    return None
+
+
+def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    return optimizer.get("grad_scaler") or None if isinstance(optimizer, Mapping) else None

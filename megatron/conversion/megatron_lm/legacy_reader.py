@@ -1,0 +1,221 @@
+"""Reads Megatron-LM's legacy directories (`mp_rank_XX[_YYY]/model_optim_rng.pt`) as a `Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
+from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
+from megatron.conversion.megatron_lm.rng import rng_key
+from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
+from megatron.conversion.model_space.optimizer_state import (
+    add_implied_main_parameters,
+    check_complete,
+    check_main_parameters,
+)
+from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, TensorInfo, TrainingState, optimizer_key
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
+
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+Stored = FileTensor | torch.Tensor
+
+
+def rank_directory(tp: int, pp: int, pp_size: int) -> str:
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
+
+
+def is_legacy(directory: Path) -> bool:
+    return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+class LegacySource:
+    """One iteration directory. Tensors stay in the files until they are read."""
+
+    def __init__(self, directory: Path) -> None:
+        self.description = f"legacy checkpoint {directory}"
+        first = _open(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0])
+        self.args = arguments(first, str(directory))
+        refuse_unsupported_layout(self.args, self.description)
+        layout = Layout.from_args(self.args)
+        folders = {rank: directory / rank_directory(*rank, layout.parallel.pp_size) for rank in layout.ranks}
+        files = {rank: _open(folder / MODEL_FILE) for rank, folder in folders.items()}
+        rows_per_rank = _vocabulary_rows(files[0, 0], folders[0, 0])
+        # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
+        vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
+        self.config = stored_model(self.args, vocab_size, self.description)
+        stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
+        self.unused = [f"{name} (the arguments say {_sizes(layout)})" for name in sorted(stale)]
+        self._table = PieceTable()
+        sharded = _sharded_optimizer(list(folders.values()))
+        for (tp, pp), content in files.items():
+            chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
+            chunks = self._add_weights(content, chunks, folders[tp, pp])
+            if sharded:
+                self._add_buffers(folders[tp, pp] / OPTIMIZER_FILE, chunks, pp)
+            else:
+                self._add_states(content.get("optimizer") or {}, chunks, folders[tp, pp] / MODEL_FILE)
+        if sharded:
+            check_main_parameters(self._table, self.description)
+        add_implied_main_parameters(self._table)
+        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        check_complete(self.tensors, self.description)
+        groups = param_groups(files[0, 0].get("optimizer"))
+        self.training: TrainingState | None = training_state(files[0, 0], self.args, groups)
+        self.training.rng = _generators(files, layout)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._table.read(key, offset, shape)
+
+    def _add_weights(
+        self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
+    ) -> list[list[LocalParameter]]:
+        """Returns the parameters by the names and in the order of the file, which is that of the modules."""
+        models = _models(content)
+        if len(models) != len(chunks):
+            raise CheckpointError(f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}")
+        return [self._add_model(*pair, folder) for pair in zip(models, chunks, strict=True)]
+
+    def _add_model(
+        self, model: dict[str, Stored], parameters: list[LocalParameter], folder: Path
+    ) -> list[LocalParameter]:
+        where = folder / MODEL_FILE
+        stored = [replace(parameter, name=_stored_name(model, parameter, where)) for parameter in parameters]
+        for parameter in stored:
+            self._add_tensor(parameter.key, parameter, model[parameter.name], where)
+        extra = set(model) - {parameter.name for parameter in stored}
+        self.unused += [f"{folder.name}: {name}" for name in sorted(extra) if not name.endswith("_extra_state")]
+        place = {name: index for index, name in enumerate(model)}
+        return sorted(stored, key=lambda parameter: place[parameter.name])
+
+    def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, where: Path) -> None:
+        """A tensor of the parameter's local shape."""
+        if tuple(tensor.shape) != parameter.shape:
+            raise CheckpointError(
+                f"{where}: {key} has shape {tuple(tensor.shape)}, but the stored arguments make it {parameter.shape}"
+            )
+        self._add_flat(key, parameter, tensor, 0)
+
+    def _add_flat(self, key: str, parameter: LocalParameter, tensor: Stored, first: int) -> None:
+        """A tensor that holds the parameter's local elements in a row from element `first`."""
+        info = TensorInfo(parameter.global_shape, tensor.dtype)
+        for box in parameter.boxes:
+            region = region_of_flat(_flat_reader(tensor), first + box.start, box.shape)
+            self._table.add(key, info, Piece(box.offset, box.shape, region))
+
+    def _add_buffers(self, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
+        """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
+        buffers = _open(path)
+        num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
+        for index, parameters in enumerate(chunks):
+            if not buffers.get("buckets_coalesced") or len(buffers.get(index, {})) != 1:
+                raise CheckpointError(f"{path}: model chunk {index} is not one buffer of coalesced buckets")
+            (states,) = buffers[index].values()
+            placed, sizes = plan_buckets(parameters, bucket_size_of(self.args, pp, index, num_parameters))
+            if sum(sizes) != states["numel_unpadded"]:
+                raise CheckpointError(
+                    f"{path}: {states['numel_unpadded']} elements, but the stored arguments make it {sum(sizes)}"
+                )
+            for parameter, bucket, start in placed:
+                for state in OPTIMIZER_STATES:
+                    self._add_flat(
+                        optimizer_key(state, parameter.key), parameter, states[state], sum(sizes[:bucket]) + start
+                    )
+
+    def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
+        """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""
+        inner = optimizer.get("optimizer", optimizer)
+        if "state" not in inner:
+            return
+        main = optimizer.get("fp32_from_fp16_params")
+        everything = [parameter for parameters in chunks for parameter in parameters]
+        for index, group in enumerate(inner["param_groups"]):
+            decay = group.get("wd_mult", 1.0) > 0.0
+            members = [parameter for parameter in everything if parameter.weight_decay == decay]
+            if len(members) != len(group["params"]):
+                raise CheckpointError(
+                    f"{where}: parameter group {index} (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
+                    f"parameters, the model has {len(members)} of that kind"
+                )
+            for position, (number, parameter) in enumerate(zip(group["params"], members, strict=True)):
+                for state in ("exp_avg", "exp_avg_sq"):
+                    tensor = inner["state"][number][state]
+                    self._add_tensor(optimizer_key(state, parameter.key), parameter, tensor, where)
+                if main is not None:
+                    self._add_tensor(optimizer_key("param", parameter.key), parameter, main[index][position], where)
+
+
+def _open(path: Path) -> dict[Any, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
+    content = safe_open(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _models(content: dict[str, Any]) -> list[dict[str, Stored]]:
+    if "model" in content:
+        return [content["model"]]
+    models: list[dict[str, Stored]] = []
+    while f"model{len(models)}" in content:
+        models.append(content[f"model{len(models)}"])
+    return models
+
+
+def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
+    models = _models(content)
+    if not models or _WORD_EMBEDDINGS not in models[0]:
+        names = ", ".join(list(models[0])[:3]) if models else "no model"
+        raise CheckpointError(
+            f"{folder / MODEL_FILE} has no {_WORD_EMBEDDINGS} (it has {names}): only models of Megatron-core are read. "
+            "Load one of the older classes with Megatron-LM's tools/checkpoint and save it again."
+        )
+    return models[0][_WORD_EMBEDDINGS].shape[0]
+
+
+def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
+    for name in (parameter.name, fused_name(parameter.name)):
+        if name in model:
+            return name
+    raise CheckpointError(f"{where}: {parameter.name} is missing")
+
+
+def _flat_reader(tensor: Stored) -> ReadFlat:
+    if isinstance(tensor, FileTensor):
+        return tensor.read_flat
+    flat = tensor.reshape(-1)
+    return lambda start, count: flat[start : start + count]
+
+
+def _sharded_optimizer(folders: Sequence[Path]) -> bool:
+    """Whether the optimizer lies in `distrib_optim.pt` files: of all ranks or of none."""
+    missing = [folder for folder in folders if not (folder / OPTIMIZER_FILE).is_file()]
+    if missing and len(missing) < len(folders):
+        raise CheckpointError(f"{missing[0] / OPTIMIZER_FILE} is missing: other ranks have theirs")
+    return not missing
+
+
+def _generators(files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout) -> dict[str, Callable[[], Any]]:
+    """The state of every rank's generators, under the keys that they have in torch_dist."""
+
+    def reader(state: Any) -> Callable[[], Any]:
+        return lambda: in_memory(state)
+
+    return {
+        rng_key(rank, layout.parallel): reader(content["rng_state"])
+        for rank, content in files.items()
+        if content.get("rng_state") is not None
+    }
+
+
+def _sizes(layout: Layout) -> str:
+    return f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"

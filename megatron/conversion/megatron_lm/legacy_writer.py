@@ -1,0 +1,230 @@
+"""Writes a `Source` as a Megatron-LM legacy iteration directory, for any TP, PP and VPP.
+
+Where every byte of every file goes is known before the first is read. So the tensors are streamed: each is read once,
+a few rows at a time, and every rank's part is written to its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections import OrderedDict, defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.conversion.files import Progress, no_progress, run_jobs, sync_tree
+from megatron.conversion.megatron_lm.args import stored_model
+from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
+from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
+from megatron.conversion.megatron_lm.rng import initial_rng_state, rng_key
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.rank_layout import (
+    Layout,
+    LocalParameter,
+    has_fused_norms,
+    rank_parameters,
+    with_fused_norms,
+)
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
+from megatron.conversion.model_space.write_regions import Place, scatter
+from megatron.core.dist_checkpointing.files import fsync_directory, naming
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
+from megatron.core.utils import round_up
+
+_WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+_DIVISIBLE_BY, _SEED = 128, 1234  # defaults of Megatron-LM
+
+Chunks = list[list[LocalParameter]]
+
+
+def write_legacy(
+    source: Source, directory: Path, layout: Layout, workers: int = 1, progress: Progress = no_progress
+) -> list[str]:
+    """Write `directory` (an iteration), which appears when it is complete; returns what could not be carried.
+
+    The optimizer is written as the run had it: sharded (`distrib_optim.pt`) with the distributed optimizer, numbered
+    states without. Rows that pad the vocabulary, and gaps in the flat buffers, are zero. Raises ValueError where the
+    model cannot be split like that.
+    """
+    args = _target_args(source, layout)
+    contents = _Contents(source, args)
+    pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
+    pending.mkdir(parents=True)
+    try:
+        places: dict[str, list[Place]] = defaultdict(list)
+        for tp, pp in layout.ranks:
+            folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
+            folder.mkdir()
+            for name, content in contents.of_rank(layout, tp, pp).items():
+                for key, place in _begin_file(folder / name, content, contents.held):
+                    places[key].append(place)
+        assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
+        run_jobs([partial(scatter, source, key, wanted, progress) for key, wanted in places.items()], workers)
+        sync_tree(pending)
+        os.rename(pending, directory)
+        fsync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(pending, ignore_errors=True)
+        raise
+    return contents.not_carried
+
+
+def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
+    """The source's arguments, but for what the layout decides."""
+    vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
+    divisible_by = int(source.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
+    tp, pp = layout.parallel.tp_size, layout.parallel.pp_size
+    args = dict(source.args)
+    args.setdefault("use_distributed_optimizer", True)
+    return (
+        args
+        | layout.arguments()
+        | {
+            "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
+            "make_vocab_size_divisible_by": divisible_by,
+            "padded_vocab_size": round_up(vocab_size, divisible_by * tp),
+            "model_vocab_size": vocab_size,
+            "ckpt_format": "torch",
+            "use_dist_ckpt": False,
+        }
+    )
+
+
+class _Held(NamedTuple):
+    """The local elements of `parameter`, of the tensor `key`, lie in a slot from element `first`."""
+
+    key: str
+    parameter: LocalParameter
+    first: int
+
+
+class _Contents:
+    """What the files of a rank hold, with slots in place of tensors; `held` says what goes into the slots."""
+
+    def __init__(self, source: Source, args: dict[str, Any]) -> None:
+        self._source, self._args = source, args
+        self._config = stored_model(args, args["model_vocab_size"], source.description)
+        self.held: dict[TensorSlot, list[_Held]] = defaultdict(list)
+        self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
+        self.not_carried: list[str] = []
+
+    def of_rank(self, layout: Layout, tp: int, pp: int) -> dict[str, dict[Any, Any]]:
+        """By file name."""
+        args, training = self._args, self._source.training
+        chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
+        if has_fused_norms(args):
+            chunks = [with_fused_norms(parameters) for parameters in chunks]
+        content: dict[str, Any] = {
+            "args": argparse.Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": training.iteration if training else 0,
+            "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
+        }
+        for index, parameters in enumerate(chunks):
+            content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
+        files: dict[str, dict[Any, Any]] = {MODEL_FILE: content}
+        if training is not None:
+            content["rng_state"] = self._generators(training, layout, tp, pp)
+        if training is None or training.param_groups is None:
+            return files
+        content["opt_param_scheduler"] = training.scheduler
+        if args["use_distributed_optimizer"]:
+            content["optimizer"] = {"optimizer": {"param_groups": training.param_groups}}
+            files[OPTIMIZER_FILE] = self._buffers(chunks, pp)
+        else:
+            content["optimizer"] = self._numbered(training.param_groups, chunks)
+        if training.grad_scaler is not None:
+            content["optimizer"]["grad_scaler"] = training.grad_scaler
+        return files
+
+    def _model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
+        """Local tensors by Megatron-LM's names, with the empty extra states where its modules have them."""
+        model: OrderedDict[str, TensorSlot | None] = OrderedDict()
+        for position, parameter in enumerate(parameters):
+            model[parameter.name] = self._slot(parameter.key, parameter)
+            module = parameter.name.rpartition(".")[0]
+            following = parameters[position + 1].name if position + 1 < len(parameters) else ""
+            if module.endswith(_WITH_EXTRA_STATE) and following.rpartition(".")[0] != module:
+                model[f"{module}._extra_state"] = None
+        if any(parameter.name.startswith("decoder.final_layernorm") for parameter in parameters):
+            model.setdefault("output_layer._extra_state", None)
+        return model
+
+    def _slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
+        slot = TensorSlot(self._source.tensors[key].dtype, parameter.shape)
+        self.held[slot].append(_Held(key, parameter, 0))
+        return slot
+
+    def _buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
+        """`distrib_optim.pt`: the flat optimizer state of every chunk."""
+        content: dict[Any, Any] = {"buckets_coalesced": True}
+        num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
+        for index, parameters in enumerate(chunks):
+            placed, sizes = plan_buckets(parameters, bucket_size_of(self._args, pp, index, num_parameters))
+            states: dict[str, Any] = {}
+            for state in OPTIMIZER_STATES:
+                states[state] = TensorSlot(torch.float32, (sum(sizes),))
+                self.held[states[state]] = [
+                    _Held(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
+                    for parameter, bucket, start in placed
+                ]
+            dtypes = (self._source.tensors[parameters[0].key].dtype, torch.float32)
+            content[index] = {dtypes: states | {"numel_unpadded": sum(sizes)}}
+        return content
+
+    def _numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
+        """torch's own form: parameters with weight decay first, then those without."""
+        everything = [parameter for parameters in chunks for parameter in parameters]
+        members = [[p for p in everything if p.weight_decay], [p for p in everything if not p.weight_decay]]
+        state: dict[int, dict[str, TensorSlot]] = {}
+        groups = []
+        for group, parameters in zip(param_groups, members, strict=True):
+            groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
+            for parameter in parameters:
+                state[len(state)] = {
+                    name: self._slot(optimizer_key(name, parameter.key), parameter)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+        inner = {"state": state, "param_groups": groups}
+        main_keys = {optimizer_key("param", parameter.key) for parameter in everything}
+        if self._source.tensors[everything[0].key].dtype == torch.float32:
+            self.implied |= main_keys
+            return inner
+        main = [[self._slot(optimizer_key("param", p.key), p) for p in parameters] for parameters in members]
+        return {"optimizer": inner, "fp32_from_fp16_params": main}
+
+    def _generators(self, training: TrainingState, layout: Layout, tp: int, pp: int) -> list[dict[str, Any]]:
+        """Those of the source if it had them for this rank of this layout, else as a run begins with its seed."""
+        key = rng_key((tp, pp), layout.parallel)
+        if key in training.rng:
+            state: list[dict[str, Any]] = training.rng[key]()
+            return state
+        seed = int(self._args.get("seed") or _SEED)
+        note = f"random number generators of another layout (they begin anew from seed {seed})"
+        if note not in self.not_carried:
+            self.not_carried.append(note)
+        return initial_rng_state(seed, tp, pp)
+
+
+def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]) -> list[tuple[str, Place]]:
+    """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
+    layout = lay_out_archive(content)
+    result = []
+    with naming(path), path.open("wb") as file:
+        file.truncate(layout.size)
+        for position, fixed in layout.fixed:
+            file.seek(position)
+            file.write(fixed)
+        for slot, position in layout.places:
+            if slot.content is not None:
+                file.seek(position)
+                file.write(slot.content.view(-1).view(torch.uint8).numpy().tobytes())
+            for key, parameter, first in held.get(slot, ()):
+                for box in parameter.boxes:
+                    start = position + (first + box.start) * slot.dtype.itemsize
+                    result.append((key, Place(box.offset, box.shape, path, start)))
+    return result

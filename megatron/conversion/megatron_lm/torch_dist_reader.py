@@ -1,0 +1,191 @@
+"""Reads torch_dist directories, ours and all of Megatron-LM's variants, as a `Source`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
+from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.megatron_lm.flat_buffer import fit_buckets
+from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
+from megatron.conversion.model_space.optimizer_state import (
+    add_implied_main_parameters,
+    check_complete,
+    check_main_parameters,
+)
+from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.rank_layout import (
+    Layout,
+    LocalParameter,
+    fused_name,
+    has_fused_norms,
+    rank_parameters,
+    with_fused_norms,
+)
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
+
+COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
+_STATE = re.compile(r"optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+_NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
+
+
+class TorchDistSource:
+    """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of Megatron-LM's forms:
+    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.description = f"torch_dist checkpoint {directory}"
+        self._reader = Reader(directory)
+        stored = self._reader.metadata
+        common = load_common(directory)
+        if not common and COMMON_STATE in stored.objects:
+            common = self._reader.read_object(COMMON_STATE)
+        self.args = arguments(common, str(directory))
+        self.unused: list[str] = []
+        self._table = PieceTable()
+        self._num_layers = int(self.args["num_layers"])
+        for key in stored.tensors:
+            if not _BUCKET.fullmatch(key):
+                self._add(key)
+        if WORD_EMBEDDINGS not in self._table.tensors:
+            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT that we know")
+        rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
+        self.args["model_vocab_size"] = rows
+        self.config = stored_model(self.args, rows, self.description)
+        groups = param_groups(common.get("optimizer"))
+        if any(_BUCKET.fullmatch(key) for key in stored.tensors):
+            self._add_buckets()
+            groups = groups or self._groups_of_buckets()
+        add_implied_main_parameters(self._table)
+        self.training: TrainingState | None = training_state(common, self.args, groups)
+        rng = [key for key in stored.objects if key.startswith("rng_state/")]
+        self.training.rng = {key: self._object_reader(key) for key in rng}
+        self.tensors = self._table.tensors
+        self._check_model(directory)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._table.read(key, offset, shape)
+
+    def _object_reader(self, key: str) -> Callable[[], Any]:
+        return lambda: self._reader.read_object(key)
+
+    def _add(self, key: str) -> None:
+        """One stored tensor: a whole global tensor, or that of all layers stacked."""
+        match = _STATE.fullmatch(key)
+        name = fused_name(match[2] if match else key)
+        state = match[1].replace("fp32_param", "param") if match else None
+        stored = self._reader.metadata.tensors[key]
+        reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
+        original = reformulated.get("nd_reformulated_orig_global_shape")
+        stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
+        if stacked and stored.shape[0] != self._num_layers:
+            raise CheckpointError(
+                f"{self.description}: {key} has {stored.shape[0]} layers, the stored arguments say {self._num_layers}"
+            )
+        for layer in range(self._num_layers) if stacked else [None]:
+            lead: Shape = () if layer is None else (layer,)
+            own = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+            target = optimizer_key(state, own) if state else own
+            if original is None:
+                shape = stored.shape[len(lead) :]
+                self._table.add(
+                    target, TensorInfo(shape, stored.dtype), Piece((0,) * len(shape), shape, self._region(key, lead))
+                )
+            else:
+                self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
+
+    def _region(self, key: str, lead: Shape) -> Callable[[Shape, Shape], torch.Tensor]:
+        def read(offset: Shape, shape: Shape) -> torch.Tensor:
+            return self._reader.read(key, lead + offset, (1,) * len(lead) + shape).view(shape)
+
+        return read
+
+    def _add_fragments(self, key: str, target: str, lead: Shape, shape: Shape) -> None:
+        """0.12's model space: the tensor is cut into a grid of equal fragments, each stored flat."""
+        stored = self._reader.metadata.tensors[key]
+        grid = stored.shape[len(lead) : -1]
+        extent = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
+        for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
+            offset = tuple(i * n for i, n in zip(index, extent, strict=True))
+            region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
+            self._table.add(target, TensorInfo(shape, stored.dtype), Piece(offset, extent, region))
+
+    def _add_buckets(self) -> None:
+        """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
+        refuse_unsupported_layout(self.args, self.description)
+        buckets = {_bucket_of(key): key for key in self._reader.metadata.tensors if _BUCKET.fullmatch(key)}
+        layout = Layout.from_args(self.args)
+        for group, (tp, pp) in enumerate(layout.ranks):
+            for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
+                if has_fused_norms(self.args):
+                    parameters = with_fused_norms(parameters)
+                where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
+                for state in OPTIMIZER_STATES:
+                    keys: list[str] = []
+                    while (group, chunk, len(keys), state) in buckets:
+                        keys.append(buckets.pop((group, chunk, len(keys), state)))
+                    self._add_buffer(state, keys, parameters, where)
+        self.unused += sorted(buckets.values())
+        check_main_parameters(self._table, self.description)
+
+    def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
+        """One state of one chunk: `keys` are its buckets."""
+        stored = [self._reader.metadata.tensors[key] for key in keys]
+        for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
+            info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
+            for box in parameter.boxes:
+                region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
+                self._table.add(optimizer_key(state, parameter.key), info, Piece(box.offset, box.shape, region))
+
+    def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
+        """Elements of the stored tensor along its last axis, at `place` on the others."""
+
+        def read(start: int, count: int) -> torch.Tensor:
+            return self._reader.read(key, (*place, start), (1,) * len(place) + (count,)).view(-1)
+
+        return read
+
+    def _groups_of_buckets(self) -> list[dict[str, Any]] | None:
+        key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+        return param_groups(self._reader.read_object(key)) if key in self._reader.metadata.objects else None
+
+    def _check_model(self, directory: Path) -> None:
+        """The arguments describe exactly the weights that are there."""
+        wanted = model_tensors(self.config)
+        for key, shape in wanted.items():
+            if key not in self.tensors:
+                raise CheckpointError(f"{directory}: {key} is missing")
+            if self.tensors[key].shape != shape:
+                raise CheckpointError(
+                    f"{directory}: {key} has shape {self.tensors[key].shape}, but the stored arguments make it {shape}"
+                )
+        known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
+        self.unused += sorted(set(self.tensors) - known)
+        self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
+        self.tensors = {key: info for key, info in self.tensors.items() if key in known}
+        check_complete(self.tensors, str(directory))
+
+
+def _bucket_of(key: str) -> tuple[int, int, int, str]:
+    """Rank, chunk and number of a bucket, and which state it holds."""
+    match = _BUCKET.fullmatch(key)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3]), match[4]
+
+
+def _is_known_object(key: str) -> bool:
+    """Objects that carry nothing to convert, or that are read elsewhere."""
+    return is_extra_state(key) or key.startswith(
+        ("rng_state/", "optimizer.distributed.", "common_state/", "rerun_state")
+    )

@@ -1,0 +1,92 @@
+"""Global tensors that lie in pieces: which pieces a box needs, and the box put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
+
+ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
+ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
+
+_SMALL_GAP = 4096  # elements between two rows that are read together
+
+
+class Piece(NamedTuple):
+    """The box at `offset` of extent `shape`; `read` gives any region of it."""
+
+    offset: Shape
+    shape: Shape
+    read: ReadRegion
+
+
+class PieceTable:
+    """Pieces by key; where several hold the same elements the first is read."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorInfo] = {}
+        self._pieces: dict[str, dict[tuple[Shape, Shape], Piece]] = {}
+
+    def add(self, key: str, info: TensorInfo, piece: Piece) -> None:
+        """Raises ValueError when pieces disagree about the tensor."""
+        known = self.tensors.setdefault(key, info)
+        if known != info:
+            raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
+        self._pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
+
+    def pieces(self, key: str) -> list[Piece]:
+        return list(self._pieces[key].values())
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element."""
+        return paste(self.pieces(key), offset, shape, self.tensors[key].dtype, key)
+
+
+def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
+    """The box at `offset` of extent `shape`, from disjoint pieces."""
+    whole: torch.Tensor | None = None
+    found = 0
+    for piece in pieces:
+        low = tuple(max(a, b) for a, b in zip(offset, piece.offset, strict=True))
+        ends = zip(offset, shape, piece.offset, piece.shape, strict=True)
+        high = tuple(min(a + n, b + m) for a, n, b, m in ends)
+        extent = tuple(h - lo for lo, h in zip(low, high, strict=True))
+        if min(extent, default=1) <= 0:
+            continue
+        part = piece.read(tuple(lo - b for lo, b in zip(low, piece.offset, strict=True)), extent)
+        if extent == shape:
+            return part
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype)
+        whole[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))] = part
+        found += math.prod(extent)
+    if found != math.prod(shape):
+        raise ValueError(
+            f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
+        )
+    return torch.empty(shape, dtype=dtype) if whole is None else whole
+
+
+def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
+    """Regions of a row-major tensor of `shape` that begins at element `start` of something 1-D.
+
+    `read_flat(start, count)` is asked for contiguous elements; small gaps between rows are read, large ones are not.
+    """
+
+    def elements(runs: Runs) -> list[torch.Tensor]:
+        first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
+        if repeats > 1 and stride - length < _SMALL_GAP:
+            span = read_flat(first, (repeats - 1) * stride + length)
+            return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
+        return [read_flat(first + i * stride, length) for i in range(repeats)]
+
+    def read(offset: Shape, extent: Shape) -> torch.Tensor:
+        parts = [part for runs in byte_runs(shape, offset, extent, itemsize=1) for part in elements(runs)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
+
+    return read

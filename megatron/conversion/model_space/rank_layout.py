@@ -1,0 +1,173 @@
+"""What every rank of a layout holds, from the layers' own definition of their sharding.
+
+The model is built on the meta device, rank by rank: no memory, no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the model-parallel axes and where the layers stand: [stage][chunk]."""
+
+    parallel: ParallelConfig
+    stages: tuple[tuple[range, ...], ...]
+    first_stage_layers: int | None = None  # where they differ from the others'
+    last_stage_layers: int | None = None
+
+    @classmethod
+    def of(
+        cls, num_layers: int, tp: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+    ) -> Layout:
+        """Raises ValueError where the layers cannot be split like that."""
+        parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
+        parallel.dp_size(tp * pp)
+        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last)
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last)
+
+    @classmethod
+    def from_args(cls, args: Mapping[str, Any]) -> Layout:
+        """The layout that a Megatron-LM Namespace records."""
+        return cls.of(
+            args["num_layers"],
+            args["tensor_model_parallel_size"],
+            args["pipeline_model_parallel_size"],
+            args.get("virtual_pipeline_model_parallel_size") or 1,
+            args.get("decoder_first_pipeline_num_layers"),
+            args.get("decoder_last_pipeline_num_layers"),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """What `from_args` reads: a layout in Megatron-LM's arguments."""
+        tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
+        return {
+            "tensor_model_parallel_size": tp,
+            "expert_tensor_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "transformer_pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
+            "decoder_first_pipeline_num_layers": self.first_stage_layers,
+            "decoder_last_pipeline_num_layers": self.last_stage_layers,
+        }
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """(tp, pp) of every model-parallel rank, TP fastest."""
+        return [(tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)]
+
+
+@dataclass(frozen=True)
+class LocalBox:
+    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
+
+    name: str
+    key: str
+    shape: Shape
+    global_shape: Shape
+    boxes: tuple[LocalBox, ...]
+    tied: bool  # one of the two copies of a tied word embedding on different stages
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def weight_decay(self) -> bool:
+        return len(self.shape) > 1 and not self.name.endswith(".bias")
+
+
+def rank_parameters(
+    config: TransformerConfig, layout: Layout, tp_rank: int, pp_rank: int, divisible_by: int = 1
+) -> list[list[LocalParameter]]:
+    """The parameters of every chunk of a rank, in module order."""
+    world = layout.parallel.tp_size * layout.parallel.pp_size
+    ps = ParallelState.for_rank(layout.parallel, world, tp_rank + layout.parallel.tp_size * pp_rank)
+    chunks = []
+    for index, layers in enumerate(layout.stages[pp_rank]):
+        model = GPTModel(
+            config,
+            layers=layers,
+            pre_process=ps.pp.is_first and index == 0,
+            post_process=ps.pp.is_last and index == ps.vpp_size - 1,
+            tp=ps.tp,
+            make_vocab_size_divisible_by=divisible_by,
+            rng=TensorParallelRng(0, tp_rank),
+            device=torch.device("meta"),
+        )
+        chunks.append(_parameters_of(model))
+    return chunks
+
+
+def _parameters_of(model: GPTModel) -> list[LocalParameter]:
+    entries = {entry.local: entry for entry in model.sharded_state_dict().values() if isinstance(entry, ShardedTensor)}
+    return [
+        LocalParameter(
+            name,
+            entries[param].key,
+            tuple(param.shape),
+            entries[param].global_shape,
+            tuple(LocalBox(b.offset, b.shape, int(b.tensor.storage_offset())) for b in entries[param].boxes),
+            param_info(param).shared_embedding,
+        )
+        for name, param in model.named_parameters()
+    ]
+
+
+# With Transformer Engine's modules the norms belong to the projections that follow them.
+_FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def fused_name(name: str) -> str:
+    """A parameter's name in Transformer Engine's modules, and in the keys of torch_dist."""
+    for local, fused in _FUSED_NORMS.items():
+        name = name.replace(local, fused)
+    return name
+
+
+def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """A chunk's parameters by the names and in the order of Transformer Engine's modules.
+
+    A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
+    """
+    renamed = [replace(parameter, name=fused_name(parameter.name)) for parameter in parameters]
+    place = {parameter.name: index for index, parameter in enumerate(renamed)}
+
+    def order(parameter: LocalParameter) -> tuple[int, bool, int]:
+        module = parameter.name.rpartition(".")[0]
+        return place[f"{module}.weight"], ".layer_norm_" not in parameter.name, place[parameter.name]
+
+    return sorted(renamed, key=order)
+
+
+def has_fused_norms(args: Mapping[str, Any]) -> bool:
+    """Whether a run of Megatron-LM with these arguments used Transformer Engine's modules, its default."""
+    return args.get("transformer_impl", "transformer_engine") != "local"

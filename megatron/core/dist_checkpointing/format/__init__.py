@@ -1,0 +1,1 @@
+"""The bytes on disk: metadata, torch's zip archives, the allow-list unpickler, checksums."""

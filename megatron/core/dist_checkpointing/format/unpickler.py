@@ -1,0 +1,237 @@
+"""No code runs from a file: an allow-list unpickler, and `safe_load` in place of `torch.load`.
+
+Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A pickle is a program;
+what it can do is decided by the globals it may name. Here a global is one of
+
+* a value or a *sealed* function of `safe_globals`: it builds plain data, and nothing can be set on it;
+* for a class of another project (Megatron's enums, say): an inert `Placeholder` that remembers name and arguments;
+* anything else of the standard library, torch or numpy: `UnsafePickleError`, before anything was called.
+
+Tensors and arrays are built after the pickle has ended, so that no opcode ever sees one.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap as mmap_module
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.lazy_tensor import FileStorage
+from megatron.core.dist_checkpointing.format.safe_globals import (
+    SAFE_GLOBALS,
+    Placeholder,
+    StorageKind,
+    StorageRef,
+    Stub,
+    TensorStub,
+    placeholder_type,
+)
+from megatron.core.dist_checkpointing.format.torch_zip import Archive
+from megatron.core.dist_checkpointing.mapping import Shape
+
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
+_GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
+# Records of save plans: read as placeholders, never used.
+_INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, placeholders: bool = True) -> None:
+        super().__init__(file, encoding="latin1")  # old pickles hold numpy bytes in latin-1 strings
+        self._placeholders = placeholders
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = _OLD_MODULES.get(module, module)
+        if module.startswith("torch.cuda"):
+            module = "torch"  # `torch.cuda.FloatStorage`: where the tensor lived does not matter
+        if (module, name) in SAFE_GLOBALS:
+            return SAFE_GLOBALS[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.layout, torch.memory_format)):
+            return vars(torch)[name]
+        if module.partition(".")[0] in _GUARDED and not module.startswith(_INERT_PACKAGES):
+            raise UnsafePickleError(
+                f"its pickle names {module}.{name}, which no checkpoint needs. Nothing was executed. "
+                "If you trust the file, load it with torch.load(weights_only=False) and save its plain values again."
+            )
+        if not self._placeholders:
+            raise UnsafePickleError(f"holds a {module}.{name}; only plain values can be stored")
+        return placeholder_type(module, name)
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)):
+            raise UnsafePickleError(f"unknown persistent id {pid!r:.100}")
+        return StorageRef(pid[1].dtype, str(pid[2]), int(pid[4]))
+
+
+def safe_loads(data: bytes | memoryview, where: str) -> Any:
+    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`."""
+    return _unpickle(io.BytesIO(data), where)
+
+
+def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
+    """(dtype, shape, strides) of the tensor whose pickle this is, if its storage begins with it; else None."""
+    root = _unpickle(io.BytesIO(data), where)
+    if not isinstance(root, TensorStub) or root.offset != 0:
+        return None
+    return root.dtype, root.shape, root.stride
+
+
+def safe_load(
+    source: str | os.PathLike[str] | bytes, *, mmap: bool = True, where: str | None = None, placeholders: bool = True
+) -> Any:
+    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running anything.
+
+    `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
+    nothing is read before it is used and writing to them changes memory only. Without, each is read at once.
+    Classes of other projects become `Placeholder`s (or an error, without `placeholders`). Raises CheckpointError that
+    names `where`, by default the path; UnsafePickleError for a refused global.
+    """
+    if isinstance(source, bytes):
+        return _load_archive(bytearray(source), where or "pickle", placeholders)
+    path = Path(source)
+    where = where or str(path)
+    try:
+        with path.open("rb") as file:
+            if mmap and path.stat().st_size:
+                mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+                return _load_archive(mapped, where, placeholders)
+            return _load_archive(bytearray(file.read()), where, placeholders)
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
+    """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
+    path = Path(source)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+
+            def read(offset: int, count: int) -> bytes:
+                return os.pread(file.fileno(), max(0, min(count, size - offset)), offset)
+
+            archive = _open_archive(read, size, str(path))
+
+            def storage(name: str) -> FileStorage:
+                return FileStorage(path, archive.data_offset(name), archive.records[name].size)
+
+            return _load(archive, storage, str(path), placeholders)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool) -> Any:
+    view = memoryview(buffer)
+    archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
+    storages: dict[str, torch.Tensor] = {}
+
+    def storage(name: str) -> torch.Tensor:
+        """The 1-D tensor of a record, shared by all tensors that view it."""
+        if name not in storages:
+            size, offset = archive.records[name].size, archive.data_offset(name)
+            storages[name] = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
+        return storages[name]
+
+    return _load(archive, storage, where, placeholders)
+
+
+def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> Archive:
+    if not length:
+        raise CheckpointError(f"{where}: the file is empty")
+    start = bytes(read(0, 8))
+    if start[:4] != b"PK\3\4":
+        raise CheckpointError(
+            f"{where}: not a torch.save archive (zip), it starts with {start!r}. Files of torch < 1.6 must "
+            "be saved again with a newer torch."
+        )
+    archive = Archive(read, length, where)
+    if "byteorder" in archive.records and archive.read("byteorder") != b"little":
+        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
+    return archive
+
+
+def _load(
+    archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool
+) -> Any:
+    """The object in `archive`; `storage` gives the content of a record."""
+    root = _unpickle(io.BytesIO(archive.read("data.pkl")), where, placeholders)
+
+    def storage_of(ref: StorageRef) -> torch.Tensor | FileStorage:
+        name = f"data/{ref.key}"
+        if name not in archive.records:
+            raise CheckpointError(f"{where}: tensor data {name} is missing")
+        return storage(name)
+
+    return _resolve(root, where, storage_of)
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def _unpickle(file: BinaryIO, where: str, placeholders: bool = True) -> Any:
+    try:
+        return _Unpickler(file, placeholders).load()
+    except UnsafePickleError as error:
+        raise UnsafePickleError(f"{where}: {error}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{where}: not an intact pickle ({type(error).__name__}: {error})") from error
+
+
+def _resolve(root: Any, where: str, storage: Any = None) -> Any:
+    """Replace the stubs in a structure of containers by what they stand for, containers in place where possible."""
+    try:
+        return _Resolver(storage).walk(root)
+    except UnsafePickleError as error:
+        raise UnsafePickleError(f"{where}: {error}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{where}: cannot be rebuilt ({type(error).__name__}: {error})") from error
+
+
+class _Resolver:
+    """Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+        self._memo: dict[int, Any] = {}
+
+    def walk(self, value: Any) -> Any:
+        kind, memo = type(value), self._memo
+        if kind in _LEAVES:
+            return value
+        if id(value) in memo:
+            return memo[id(value)][0]
+        if isinstance(value, Stub):
+            result = value.resolve(self.walk, self._storage)
+        elif isinstance(value, dict):
+            memo[id(value)] = (value, value)
+            for key, item in list(value.items()):
+                value[key] = self.walk(item)
+            return value
+        elif kind is list:
+            memo[id(value)] = (value, value)
+            value[:] = map(self.walk, value)
+            return value
+        elif kind is tuple:
+            items = [self.walk(item) for item in value]
+            result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        elif isinstance(value, Placeholder):
+            memo[id(value)] = (value, value)
+            vars(value).update({name: self.walk(item) for name, item in vars(value).items()})
+            return value
+        else:
+            result = value
+        memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
+        return result
+
+
+_LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])

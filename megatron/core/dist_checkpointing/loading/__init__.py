@@ -1,0 +1,1 @@
+"""Read boxes of stored tensors into live ones, at any layout."""

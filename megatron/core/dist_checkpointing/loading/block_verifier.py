@@ -1,0 +1,66 @@
+"""Checking what a load reads against the checksums, block by block."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CHECKSUMS
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    DIGEST_SIZE,
+    FileChecksums,
+    decode_checksums,
+    hash_blocks,
+)
+
+
+def read_checksums(directory: Path) -> dict[str, FileChecksums]:
+    """By file name. Raises CheckpointError if there are none (another program wrote the checkpoint)."""
+    path = directory / CHECKSUMS
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: missing: the checkpoint was written without checksums, so it cannot be verified"
+        ) from error
+    return decode_checksums(content, str(path))
+
+
+class BlockVerifier:
+    """Compares blocks with their checksums, each block once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sums = read_checksums(directory)
+        self._good: set[tuple[str, int]] = set()
+
+    def check_file(self, name: str) -> None:
+        """All of a file. Raises CheckpointError if it is missing, truncated or damaged."""
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self._directory / name}: cannot be opened: {error.strerror}") from error
+        try:
+            self.check_range(name, descriptor, 0, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def check_range(self, name: str, descriptor: int, start: int, stop: int) -> None:
+        """All blocks that bytes `[start, stop)` of file `name` touch."""
+        path = self._directory / name
+        if name not in self._sums:
+            raise CheckpointError(f"{path}: {CHECKSUMS} knows no such file")
+        expected = self._sums[name]
+        size = os.fstat(descriptor).st_size
+        if size != expected.size:
+            raise CheckpointError(f"{path}: has {size} bytes instead of {expected.size}")
+        for block in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
+            if (name, block) in self._good:
+                continue
+            content = os.pread(descriptor, BLOCK_SIZE, block * BLOCK_SIZE)
+            if hash_blocks(content) != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]:
+                first = block * BLOCK_SIZE
+                raise CheckpointError(f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}")
+            self._good.add((name, block))

@@ -1,0 +1,99 @@
+"""Fully parallel loading: what all ranks of a group want is read once by one of them and exchanged.
+
+Data-parallel replicas hold equal boxes of the weights. Each reads an equal share of these, in rows; then the shares are
+all-gathered, a bounded number of bytes at a time. What only one rank wants (its optimizer shard) it reads by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.planner import LocalSpec, WriteItem, share_evenly
+
+_ROUND_BYTES = 256 << 20  # the buffer of one round, all ranks together
+_LARGEST_PART = 16 << 20
+
+BoxOf = dict[tuple[str, Shape], Box]
+
+
+def shared_items(specs: Sequence[LocalSpec]) -> list[WriteItem]:
+    """The boxes that every rank wants, in the same order on every rank."""
+    wanted = [{(t.key, t.dtype, extent) for t in spec.tensors for extent in t.boxes} for spec in specs]
+    common = set.intersection(*wanted)
+    return [
+        WriteItem(tensor.key, tensor.dtype, offset, offset, shape)
+        for tensor in sorted(specs[0].tensors, key=lambda tensor: tensor.key)
+        for offset, shape in tensor.boxes
+        if (tensor.key, tensor.dtype, (offset, shape)) in common
+    ]
+
+
+def share_reading(specs: Sequence[LocalSpec]) -> list[list[WriteItem]]:
+    """Which rows of the shared boxes each rank reads; a pure function, so all ranks know all shares."""
+    return share_evenly(shared_items(specs), len(specs))
+
+
+def boxes_of(state: ShardedStateDict) -> BoxOf:
+    tensors = [entry for entry in state.values() if isinstance(entry, ShardedTensor)]
+    return {(entry.key, box.offset): box for entry in tensors for box in entry.boxes}
+
+
+def view_of(item: WriteItem, boxes: BoxOf) -> torch.Tensor:
+    """The rows of the local box that `item` means."""
+    region = boxes[item.key, item.box].tensor.detach()
+    for axis, (first, start, extent) in enumerate(zip(item.offset, item.box, item.shape, strict=True)):
+        region = region.narrow(axis, first - start, extent)
+    return region
+
+
+def exchange(shares: list[list[WriteItem]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
+    """Every rank has read its share into its boxes; afterwards every rank has all of them. A collective of `group`."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    streams = [_Stream([view_of(item, boxes) for item in share]) for share in shares]
+    longest = max(stream.nbytes for stream in streams)
+    part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
+    mine = torch.empty(part, dtype=torch.uint8, device=device)
+    received = torch.empty(size, part, dtype=torch.uint8, device=device)
+    for start in range(0, longest, part):
+        streams[rank].read(start, mine)
+        dist.all_gather(list(received.unbind()), mine, group=group)
+        for other in range(size):
+            if other != rank:
+                streams[other].write(start, received[other])
+
+
+class _Stream:
+    """The bytes of several tensors as one sequence."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    def read(self, start: int, buffer: torch.Tensor) -> None:
+        """Copy bytes from `start` on into `buffer`, as many as there are."""
+        for tensor, inside, outside, count in self._overlaps(start, len(buffer)):
+            flat = tensor.reshape(-1).view(torch.uint8)
+            buffer[outside : outside + count] = flat[inside : inside + count]
+
+    def write(self, start: int, buffer: torch.Tensor) -> None:
+        """Fill the tensors' bytes from `start` on with `buffer`."""
+        for tensor, inside, outside, count in self._overlaps(start, len(buffer)):
+            flat = tensor.reshape(-1).view(torch.uint8)
+            flat[inside : inside + count] = buffer[outside : outside + count]
+            if not tensor.is_contiguous():  # then `flat` was a copy
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def _overlaps(self, start: int, length: int) -> list[tuple[torch.Tensor, int, int, int]]:
+        """(tensor, byte in it, byte of the window, count) for `length` bytes from `start` on."""
+        result, position = [], 0
+        for tensor in self._tensors:
+            first, last = max(start, position), min(start + length, position + tensor.nbytes)
+            if first < last:
+                result.append((tensor, first - position, first - start, last - first))
+            position += tensor.nbytes
+        return result

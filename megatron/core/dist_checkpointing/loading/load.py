@@ -1,0 +1,124 @@
+"""Loading in place, at any layout."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import COMMON
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.loading.block_verifier import BlockVerifier
+from megatron.core.dist_checkpointing.loading.fully_parallel_load import boxes_of, exchange, share_reading, view_of
+from megatron.core.dist_checkpointing.loading.reader import Reader, Request
+from megatron.core.dist_checkpointing.loading.strictness import KeyReport, check_strictness, compare_keys, react
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.planner import LocalSpec, WriteItem, describe
+
+
+@dataclass
+class LoadReport:
+    """What a load brought besides the tensors. `unexpected` and `missing` keys are filled by return_* strictness."""
+
+    objects: dict[str, Any] = field(default_factory=dict)  # by key of the ShardedObject
+    unexpected: list[str] = field(default_factory=list)  # asked for, not in the checkpoint: left as they were
+    missing: list[str] = field(default_factory=list)  # in the checkpoint, asked for by no rank
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+
+def load(
+    state: ShardedStateDict,
+    directory: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    strictness: str = "raise_all",
+    skip: Callable[[str], bool] = lambda key: False,
+    workers: int = 4,
+    verify: bool = False,
+    exchange_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a collective.
+
+    `strictness` takes Megatron-LM's values; `skip` says which keys of the checkpoint are left out on purpose (the
+    optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks what is read.
+    `exchange_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
+    Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+    """
+    check_strictness(strictness)
+    started = time.perf_counter()
+    coordination = Coordination.of(group)
+    reader: Reader | None = None
+    error: CheckpointError | None = None
+    report, shares = KeyReport([], []), []
+    try:
+        reader = Reader(directory, verify=verify)
+        spec = describe(state)
+    except CheckpointError as caught:
+        error = caught
+    coordination.raise_together(error)
+    assert reader is not None
+    specs = coordination.all_gather(spec._replace(tensors=tuple(t._replace(boxes=()) for t in spec.tensors)))
+    try:
+        report = compare_keys(specs, reader.metadata, skip, directory)
+        report = react(report, strictness, reader.metadata, directory, log=coordination.is_coordinator)
+        shares = _shares(state, reader, spec, exchange_group)
+        objects = _read_local(state, reader, workers, shares, exchange_group)
+    except CheckpointError as caught:
+        error = caught
+    coordination.raise_together(error)
+    if any(shares):
+        exchange(shares, boxes_of(state), exchange_group)
+    seconds = time.perf_counter() - started
+    return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
+
+
+def _shares(
+    state: ShardedStateDict, reader: Reader, spec: LocalSpec, group: dist.ProcessGroup | None
+) -> list[list[WriteItem]]:
+    """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
+    if group is None or dist.get_world_size(group) == 1:
+        return []
+    stored = spec._replace(tensors=tuple(t for t in spec.tensors if t.key in reader.metadata.tensors))
+    return share_reading(Coordination.of(group).all_gather(stored))
+
+
+def _read_local(
+    state: ShardedStateDict,
+    reader: Reader,
+    workers: int,
+    shares: list[list[WriteItem]],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Read into this rank's boxes: of the shared ones its own share only, all others whole."""
+    boxes = boxes_of(state)
+    shared = {(item.key, item.box) for share in shares for item in share}
+    alone = [place for place in boxes if place not in shared and place[0] in reader.metadata.tensors]
+    requests = [Request(key, offset, boxes[key, offset].tensor) for key, offset in alone]
+    if shares:
+        mine = shares[dist.get_rank(group)]
+        requests += [Request(item.key, item.offset, view_of(item, boxes)) for item in mine]
+    reader.read_into(requests, workers)
+    wanted = [entry.key for entry in state.values() if isinstance(entry, ShardedObject)]
+    return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}
+
+
+def load_common(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
+    """What was saved as `common`; {} if the checkpoint has no `common.pt`."""
+    path = Path(directory) / COMMON
+    if not path.exists():
+        return {}
+    if verify:
+        BlockVerifier(path.parent).check_file(COMMON)
+    common = safe_load(path, mmap=False)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
+    return common

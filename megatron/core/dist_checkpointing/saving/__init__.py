@@ -1,0 +1,1 @@
+"""Stage, write and commit: from live tensors to a durable checkpoint."""

@@ -1,0 +1,142 @@
+"""One rank's part of a save: chunks of the live state through staging slots into durable files.
+
+The first tasks of the queue fill all slots, the writes follow; when a slot is written, the next chunk is staged into
+it. So with room for everything the snapshot is complete as early as possible, and with less the memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import write_durably
+from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
+from megatron.core.dist_checkpointing.saving.commit import PendingSave
+from megatron.core.dist_checkpointing.saving.shard_file import ShardFile, Workers
+from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile
+from megatron.core.dist_checkpointing.saving.staging import Chunk, Slot, Source
+
+
+class Transfer:
+    """Stages and writes `chunks` of `sources`; `staged` is set when the live tensors are not needed any more."""
+
+    def __init__(
+        self,
+        files: Sequence[FileLayout],
+        chunks: Sequence[Chunk],
+        sources: Sequence[Source],
+        objects: ObjectFile,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.staged = threading.Event()
+        self.staged_at = 0.0
+        self._files, self._chunks, self._objects, self._stream = files, chunks, objects, stream
+        self._sources: Sequence[Source] = sources
+        self._unstaged = len(chunks)
+        self._lock = threading.Lock()
+        self._futures: list[Future[Any]] = []
+        self._failed = False
+        self._pool: Workers
+        self._slots: list[Slot]
+        self._save: PendingSave
+        self._open: list[ShardFile] = []
+
+    @property
+    def on_device(self) -> bool:
+        return self._stream is not None
+
+    def run(self, save: PendingSave, pool: Workers, slots: list[Slot]) -> dict[str, FileChecksums]:
+        """Returns when all files are durable in `save.pending`. Raises the first error of any piece."""
+        self._save, self._pool, self._slots = save, pool, slots
+        result: dict[str, FileChecksums] = {}
+        try:
+            self._open = []
+            for file in self._files:
+                self._open.append(ShardFile(save.pending / file.name, file.size))
+            if not self._chunks:
+                self._finish_staging()
+            for index in range(min(len(slots), len(self._chunks))):
+                self._submit(self._stage, index)
+            if self._objects.content:
+                write_durably(save.pending / self._objects.name, self._objects.content)
+                result[self._objects.name] = checksums_of(self._objects.content)
+            self._wait()
+        except BaseException:
+            self._failed = True
+            self._drain()
+            for shard in self._open:
+                shard.close(durable=False)
+            raise
+        closing = [pool.submit(partial(shard.close, durable=True)) for shard in self._open]
+        sums = [future.exception() or future.result() for future in closing]  # every file is closed before any error
+        for file, checksums in zip(self._files, sums, strict=True):
+            if isinstance(checksums, BaseException):
+                raise checksums
+            result[file.name] = checksums
+        return result
+
+    def _submit(self, task: Any, index: int) -> None:
+        with self._lock:
+            self._futures.append(self._pool.submit(partial(task, index)))
+
+    def _wait(self) -> None:
+        """Every task may have submitted another one: go on until none is new."""
+        position = 0
+        while True:
+            with self._lock:
+                if position == len(self._futures):
+                    return
+                future = self._futures[position]
+            future.result()
+            position += 1
+
+    def _drain(self) -> None:
+        position = 0
+        while position < len(self._futures):
+            self._futures[position].exception()
+            position += 1
+
+    def _stage(self, index: int) -> None:
+        if self._failed:
+            return
+        chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
+        copied = None
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for part in chunk.parts:
+                self._sources[part.source].copy(slot, part)
+            if self._stream is not None:
+                copied = self._stream.record_event()
+        with self._lock:
+            self._unstaged -= 1
+            last = self._unstaged == 0
+        if last:
+            self._finish_staging()
+        self._submit(lambda number: self._write(number, copied), index)
+
+    def _finish_staging(self) -> None:
+        if self._stream is None:
+            self._sources = ()  # temporary copies can go; on a device they may still be read
+        self.staged_at = time.perf_counter()
+        self.staged.set()
+
+    def _write(self, index: int, copied: torch.cuda.Event | None) -> None:
+        if self._failed:
+            return
+        if self._save.given_up():
+            raise CheckpointError(self._save.failure_reason())
+        chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
+        if copied is not None:
+            copied.synchronize()
+        self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
+        following = index + len(self._slots)
+        if following < len(self._chunks):
+            self._stage(following)

@@ -1,0 +1,190 @@
+"""Snapshot of the state: from live tensors into host buffers that are allocated once and used for every save.
+
+The buffer holds images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes: page-aligned and sized in
+whole pages, so that they can be written past the page cache. With fewer slots than the files need, slots are used again
+as soon as they are written (`--ckpt-staging-mem-limit`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
+from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem
+
+SLOT_SIZE = 8 << 20
+_HOST_REGISTER_PORTABLE = 1
+
+
+class Part(NamedTuple):
+    """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
+
+    at: int
+    source: int
+    start: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """`length` bytes at `offset` of file number `file`: what one slot holds."""
+
+    file: int
+    offset: int
+    length: int
+    parts: list[Part]
+
+
+class HostSource:
+    """The bytes of a contiguous CPU tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # kept alive until the copy is done
+        self._address = tensor.data_ptr()
+
+    def copy(self, slot: Slot, part: Part) -> None:
+        ctypes.memmove(slot.address + part.at, self._address + part.start, part.length)
+
+
+class DeviceSource:
+    """The bytes of a contiguous tensor on an accelerator; copies run on the current stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = tensor.reshape(-1).view(torch.uint8)
+
+    def copy(self, slot: Slot, part: Part) -> None:
+        target = slot.tensor[part.at : part.at + part.length]
+        target.copy_(self._bytes[part.start : part.start + part.length], non_blocking=True)
+
+
+class BytesSource:
+    """Constant bytes around the tensors."""
+
+    def __init__(self, content: bytes) -> None:
+        self._view = memoryview(content)
+
+    def copy(self, slot: Slot, part: Part) -> None:
+        slot.view[part.at : part.at + part.length] = self._view[part.start : part.start + part.length]
+
+
+Source = HostSource | DeviceSource | BytesSource
+
+
+class Slot(NamedTuple):
+    """The same memory in the three forms that copies and writes need."""
+
+    address: int
+    view: memoryview
+    tensor: torch.Tensor
+
+
+class StagingBuffer:
+    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous copies."""
+
+    def __init__(self, num_slots: int, pinned: bool) -> None:
+        self._memory = mmap.mmap(-1, num_slots * SLOT_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
+            if hasattr(mmap, advice):
+                self._memory.madvise(getattr(mmap, advice))
+        tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        view, address = memoryview(self._memory), tensor.data_ptr()
+        self._registered = None
+        if pinned:
+            status = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _HOST_REGISTER_PORTABLE)
+            if int(status) != 0:
+                raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
+            self._registered = address
+        self.slots = [
+            Slot(
+                address + i * SLOT_SIZE, view[i * SLOT_SIZE : (i + 1) * SLOT_SIZE], tensor[i * SLOT_SIZE :][:SLOT_SIZE]
+            )
+            for i in range(num_slots)
+        ]
+
+    def touch(self) -> None:
+        """Have the pages mapped now: the first write to a page costs more than many later ones."""
+        for slot in self.slots:
+            ctypes.memset(slot.address, 0, SLOT_SIZE)
+
+    def close(self) -> None:
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+        self.slots = []
+
+
+def cut_chunks(files: Sequence[FileLayout]) -> list[Chunk]:
+    """The slots' worth of all files, in the order in which they are staged and written.
+
+    Source numbers: the item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
+    """
+    per_file: list[list[Chunk]] = []
+    source = 0
+    for number, file in enumerate(files):
+        chunks = [
+            Chunk(number, offset, min(SLOT_SIZE, file.size - offset), []) for offset in range(0, file.size, SLOT_SIZE)
+        ]
+        for placed in file.items:
+            ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
+            start = placed.position
+            for end in ends:
+                _add_parts(chunks, source, start, end)
+                start, source = end, source + 1
+        per_file.append(chunks)
+    # Files advance side by side: each keeps a writer busy.
+    rounds = max(map(len, per_file), default=0)
+    return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
+
+
+def _add_parts(chunks: list[Chunk], source: int, start: int, end: int) -> None:
+    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
+    position = start
+    while position < end:
+        chunk = chunks[position // SLOT_SIZE]
+        length = min(end, chunk.offset + chunk.length) - position
+        chunk.parts.append(Part(position - chunk.offset, source, position - start, length))
+        position += length
+
+
+def constant_sources(files: Sequence[FileLayout]) -> list[BytesSource]:
+    """Prefix and suffix (padded to the next item) of every item in turn."""
+    result = []
+    for file in files:
+        for placed in file.items:
+            envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
+            padding = bytes(placed.end - placed.position - placed.length)
+            result += [BytesSource(envelope.prefix), BytesSource(envelope.suffix + padding)]
+    return result
+
+
+def bind_sources(
+    files: Sequence[FileLayout], constants: Sequence[BytesSource], state: ShardedStateDict, volatile: frozenset[str]
+) -> list[Source]:
+    """All sources in `cut_chunks`' numbering, over the live tensors of `state`; `volatile` keys are copied now."""
+    boxes: dict[tuple[str, tuple[int, ...]], Box] = {
+        (entry.key, box.offset): box
+        for entry in state.values()
+        if isinstance(entry, ShardedTensor)
+        for box in entry.boxes
+    }
+    sources: list[Source] = []
+    for number, placed in enumerate(placed for file in files for placed in file.items):
+        tensor = _piece(boxes[placed.item.key, placed.item.box], placed)
+        if placed.item.key in volatile:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.contiguous()
+        data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
+        sources += [constants[2 * number], data, constants[2 * number + 1]]
+    return sources
+
+
+def _piece(box: Box, placed: PlacedItem) -> torch.Tensor:
+    item = placed.item
+    if item.shape == box.shape:
+        return box.tensor
+    axis = next(i for i, (a, b) in enumerate(zip(item.shape, box.shape, strict=True)) if a != b)
+    return box.tensor.narrow(axis, item.offset[axis] - item.box[axis], item.shape[axis])

@@ -1,0 +1,164 @@
+"""Checking a whole checkpoint: completeness, coverage, checksums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, read_json
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
+from megatron.core.dist_checkpointing.loading.reader import read_metadata
+from megatron.core.dist_checkpointing.planning.planner import find_fault
+
+_READ_SIZE = 8 * BLOCK_SIZE
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found. Without checksums (`has_checksums` False) content cannot be vouched for, only structure."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # odd but harmless
+    has_checksums: bool = False
+    files: int = 0
+    bytes: int = 0
+    tensors: int = 0
+    objects: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    directory: str | os.PathLike[str], *, workers: int = 4, progress: Callable[[int], None] = lambda count: None
+) -> VerifyReport:
+    """Check everything: files present and whole, every tensor tiled exactly by its chunks, every checksum.
+
+    Reads the whole checkpoint, `progress` gets the number of bytes read since its last call. Problems are collected,
+    one line each with the file or key; nothing is raised for a damaged checkpoint.
+    """
+    path = Path(directory)
+    report = VerifyReport()
+    if not path.is_dir():
+        report.problems.append(f"{path}: no such directory")
+        return report
+    metadata = _check_structure(path, report)
+    try:
+        sums = read_checksums(path)
+    except CheckpointError as error:
+        if (path / CHECKSUMS).exists():
+            report.problems.append(str(error))
+        else:
+            report.notes.append(str(error))
+        return report
+    report.has_checksums = True
+    if metadata is not None:
+        unprotected = metadata.file_sizes().keys() - sums.keys()
+        report.problems += [f"{path / name}: {CHECKSUMS} knows no such file" for name in sorted(unprotected)]
+    with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
+        for problem in pool.map(lambda name: _check_content(path / name, sums[name], progress), sorted(sums)):
+            report.problems += problem
+    report.files, report.bytes = len(sums), sum(file.size for file in sums.values())
+    return report
+
+
+def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
+    """Files of a checkpoint that are not there, or not as long as when it was committed; content is not read.
+
+    Empty for checkpoints of other programs, which carry no list of their files.
+    """
+    path, problems = Path(directory), []
+    if not (path / CHECKSUMS).exists():
+        return []
+    for name, sums in read_checksums(path).items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            problems.append(f"{name} is missing")
+            continue
+        if size != sums.size:
+            problems.append(f"{name} has {size} bytes instead of {sums.size}")
+    return problems
+
+
+def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
+    """Everything that can be known without reading the shards."""
+    metadata = None
+    try:
+        metadata = read_metadata(path)
+    except CheckpointError as error:
+        report.problems.append(str(error))
+    try:
+        if read_json(path / METADATA_JSON) is None:
+            report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    except CheckpointError as error:
+        report.problems.append(str(error))
+    if (path / COMMON).exists():
+        try:
+            safe_load(path / COMMON, mmap=False)
+        except CheckpointError as error:
+            report.problems.append(str(error))
+    if metadata is None:
+        return None
+    report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
+    for key, tensor in metadata.tensors.items():
+        fault = find_fault(tensor.shape, [(chunk.offset, chunk.shape) for chunk in tensor.chunks])
+        if fault is not None:
+            report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
+    for name, size in sorted(metadata.file_sizes().items()):
+        shard = path / name
+        if not shard.is_file():
+            report.problems.append(f"{shard}: the shard file is missing")
+        elif shard.stat().st_size < size:
+            report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
+    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS} | metadata.file_sizes().keys()
+    unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
+    report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
+    return metadata
+
+
+def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int], None]) -> list[str]:
+    """The checksums of one whole file; damaged ranges are merged."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        return [f"{path}: cannot be opened: {error.strerror}"]
+    problems = []
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != expected.size:
+            problems.append(f"{path}: has {size} bytes instead of {expected.size}")
+        damaged: list[int] = []
+        for offset in range(0, min(size, expected.size), _READ_SIZE):
+            content = os.pread(descriptor, _READ_SIZE, offset)
+            found, first = hash_blocks(content), offset // BLOCK_SIZE
+            for i in range(len(found) // DIGEST_SIZE):
+                place = slice((first + i) * DIGEST_SIZE, (first + i + 1) * DIGEST_SIZE)
+                if found[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE] != expected.blocks[place]:
+                    damaged.append(first + i)
+            progress(len(content))
+        if damaged:
+            ranges = ", ".join(f"{i * BLOCK_SIZE}..{min(size, (i + 1) * BLOCK_SIZE)}" for i in damaged[:10])
+            more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
+            problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+    finally:
+        os.close(descriptor)
+    return problems
+
+
+def total_bytes(directory: str | os.PathLike[str]) -> int:
+    """How much `verify` is going to read."""
+    try:
+        return sum(file.size for file in read_checksums(Path(directory)).values())
+    except CheckpointError:
+        return 0

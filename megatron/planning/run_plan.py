@@ -1,0 +1,175 @@
+"""What a run will need on every pipeline stage, worked out from its flags without running it.
+
+Weights, gradients and optimizer are exact: the model of a rank is built without memory, and its buffers are planned by
+the code that plans them in training. Activations are `activation_memory.ActivationMemory`, over the passes that the
+pipeline schedule runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.schedules import schedule
+from megatron.core.tensor_parallel import padded_vocab_size
+from megatron.planning.activation_memory import ActivationMemory
+from megatron.planning.empty_model import EmptyChunk, empty_chunks, stored_sizes
+from megatron.planning.traffic import TrafficPlan, plan_traffic
+from megatron.training.config.run_config import Config
+from megatron.training.run import ModelProvider
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device of one rank, but for the libraries' own and the allocator's gaps."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    tables: int
+    """Rotary tables and fixed masks."""
+    activations: int
+    """Kept by embedding and layers between forward and backward, at the moment of the peak."""
+    loss: int
+    """Kept then by the final norm and the loss, the logits above all."""
+    temporary: int
+    """Held besides by the pass under way, and by messages between stages."""
+
+    @property
+    def total(self) -> int:
+        lasting = self.weights + self.gradients + self.optimizer + self.tables
+        return lasting + self.activations + self.loss + self.temporary
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One rank of a pipeline stage; the others of the stage have the same sizes."""
+
+    ps: ParallelState
+    num_layers: int
+    num_parameters: int
+    """Of this rank, without padding."""
+    passes_in_flight: int
+    """Forward passes, of a chunk and a micro batch, that wait for their backward pass at the moment of the peak."""
+    memory: MemoryPlan
+    traffic: TrafficPlan
+    checkpoint_bytes: int
+    """What this rank writes when all ranks share in writing, about: items are dealt out whole."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All stages, and what belongs to the run as a whole."""
+
+    stages: tuple[StagePlan, ...]
+    num_parameters: int
+    checkpoint_bytes: int
+    num_microbatches: int
+    bubble: float
+    """Fraction of a step in which a stage waits, if all chunks take equally long: (P - 1) / (m V + P - 1)."""
+
+
+def plan_run(config: Config, world_size: int, model_provider: ModelProvider) -> RunPlan:
+    """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known."""
+    pp_size, vpp_size = config.parallel.pp_size, config.parallel.vpp_size
+    num_microbatches = config.batch_schedule(config.parallel.dp_size(world_size)).num_microbatches_at(0)
+    step = world_size // pp_size
+    states = [ParallelState.for_rank(config.parallel, world_size, stage * step) for stage in range(pp_size)]
+    built = [(ps, list(empty_chunks(config, ps, model_provider))) for ps in states]
+    stages = tuple(_plan_stage(config, ps, chunks, num_microbatches) for ps, chunks in built)
+    sizes = stored_sizes([chunk for _, chunks in built for chunk in chunks])
+    num_parameters = sum(sizes.values())
+    return RunPlan(
+        stages,
+        num_parameters,
+        num_parameters * _stored_bytes_per_parameter(config),
+        num_microbatches,
+        (pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
+    )
+
+
+def activation_memory(config: Config) -> ActivationMemory:
+    """That of the micro batches of this run."""
+    tp_size, vocab_size = config.parallel.tp_size, config.model.vocab_size
+    assert vocab_size is not None
+    return ActivationMemory(
+        config.model,
+        config.data.seq_length,
+        config.training.micro_batch_size,
+        tp_size,
+        config.parallel.sequence_parallel,
+        padded_vocab_size(vocab_size, config.tokenizer.make_vocab_size_divisible_by, tp_size) // tp_size,
+        config.data.reset_attention_mask,
+    )
+
+
+def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> StagePlan:
+    numel = sum(chunk.numel for chunk in chunks)
+    shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
+    activations = activation_memory(config)
+    peak = _peak(activations, ps, chunks, num_microbatches)
+    memory = MemoryPlan(
+        weights=numel * config.model.params_dtype.itemsize,
+        gradients=numel * 4,
+        optimizer=numel // shards * _optimizer_bytes(config, main_parameters=config.model.params_dtype.itemsize < 4),
+        tables=len(chunks) * activations.tables,
+        activations=peak.activations,
+        loss=peak.loss,
+        temporary=peak.temporary,
+    )
+    stored = sum(stored_sizes(chunks, whole=False).values()) * _stored_bytes_per_parameter(config)
+    num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
+    num_layers = sum(chunk.num_layers for chunk in chunks)
+    traffic = plan_traffic(config, ps, chunks, activations, num_microbatches)
+    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
+
+
+class _Moment(NamedTuple):
+    """What a stage holds of passes, in bytes, and the number of passes in flight."""
+
+    activations: int = 0
+    loss: int = 0
+    temporary: int = 0
+    passes: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.activations + self.loss + self.temporary
+
+
+def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> _Moment:
+    """The backward pass at which most is held, over the ticks of this stage's schedule."""
+    losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
+    layers = [activations.kept(chunk.num_layers) for chunk in chunks]
+    backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
+    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
+    in_flight, peak = [0] * len(chunks), _Moment()
+    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches):
+        if tick.action is None:
+            continue
+        chunk = tick.action.chunk
+        if tick.action.kind == "forward":
+            in_flight[chunk] += 1
+            continue
+        now = _Moment(
+            sum(map(mul, in_flight, layers)),
+            sum(map(mul, in_flight, losses)),
+            backward[chunk] + messages,
+            sum(in_flight),
+        )
+        peak = max(peak, now, key=lambda moment: moment.size)
+        in_flight[chunk] -= 1
+    return peak
+
+
+def _optimizer_bytes(config: Config, main_parameters: bool) -> int:
+    """Per parameter: fp32 main parameters, unless they are the model's own, and the state of the update rule."""
+    moments = {"adam": 2, "sgd": 1 if config.optimizer.sgd_momentum else 0}[config.optimizer.optimizer]
+    return 4 * (moments + main_parameters)
+
+
+def _stored_bytes_per_parameter(config: Config) -> int:
+    optimizer = 0 if config.checkpoint.no_save_optim else _optimizer_bytes(config, main_parameters=True)
+    return config.model.params_dtype.itemsize + optimizer

@@ -1,0 +1,130 @@
+"""The arguments in a checkpoint: written by every save, compared or taken over by a load.
+
+They are an `argparse.Namespace` with Megatron-LM's attribute names, so its tools and other readers find what they know.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing import load_common
+from megatron.training.checkpoint.directory import find_checkpoint
+from megatron.training.config.arguments import Given
+
+# What decides keys and shapes of the weights: a checkpoint that differs in one of them is one of another model.
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "embedding_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+
+# What decides what the same weights compute: it may be changed on purpose.
+MATHEMATICS = (
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
+    "norm_epsilon",
+    "bias_gelu_fusion",
+    "openai_gelu",
+    "window_size",
+)
+
+# With --use-checkpoint-args these are taken over, too.
+ALSO_TAKEN = (
+    "group_query_attention",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+)
+
+# Ours -> what else Megatron-LM calls it.
+MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
+
+
+def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
+    """All options and what follows from them, as they are stored."""
+    namespace = argparse.Namespace(**flags)
+    for name, megatron_name in MEGATRON_NAMES.items():
+        setattr(namespace, megatron_name, flags[name])
+    for name, value in derived.items():
+        setattr(namespace, name, value)
+    return namespace
+
+
+def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a checkpoint under our names."""
+    known = dict(args)
+    if not known.get("group_query_attention", True) and "num_attention_heads" in known:
+        known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
+    for name, megatron_name in MEGATRON_NAMES.items():
+        if name not in known and megatron_name in known:
+            known[name] = known[megatron_name]
+    return known
+
+
+def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args."""
+    if root is None:
+        raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
+    found, _ = find_checkpoint(root, step)
+    if found is None:
+        raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
+    return stored_args(vars(load_common(found)["args"]))
+
+
+def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:
+    """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
+    merged, notes = dict(given), []
+    for name in SHAPE + MATHEMATICS + ALSO_TAKEN:
+        if name not in stored:
+            continue
+        if name in given and given[name] != stored[name]:
+            notes.append(f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, not {given[name]}")
+        merged[name] = stored[name]
+    if "seq_length" in stored:
+        merged.setdefault("seq_length", stored["seq_length"])
+    return merged, notes
+
+
+def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
+    """Notes about other mathematics; ValueError that names every argument by which the shape differs."""
+
+    flags = stored_args(flags)
+
+    def differing(names: tuple[str, ...]) -> list[str]:
+        pairs = {name: (stored[name], flags[name]) for name in names if name in stored}
+        return [f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in pairs.items() if old != new]
+
+    wrong = differing(SHAPE)
+    if flags["position_embedding_type"] == "learned_absolute":
+        wrong += differing(("max_position_embeddings",))
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise ValueError(
+            f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
+            "--use-checkpoint-args"
+        )
+    return [f"warning: {source} was trained with other mathematics: {line}" for line in differing(MATHEMATICS)]

@@ -1,0 +1,57 @@
+"""The state of all random number generators of a rank, saved and restored.
+
+At the same layout a run goes on with the same numbers, bit by bit. At another layout there is no such thing as the same
+numbers: every rank is seeded anew as a function of seed, iteration and place, so that such a run, too, can be repeated.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.conversion.megatron_lm.rng import initial_cuda_state
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+
+_TRACKER_STATE = "model-parallel-rng"
+
+
+def rng_key(ps: ParallelState) -> str:
+    """The key of this rank's state in a checkpoint: its place and the layout, as (pp, tp, dp)."""
+    place = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp.rank}"
+    return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp.size}"
+
+
+def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
+    """All generators of this process, in Megatron-LM's form."""
+    algorithm, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *rest),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "rng_tracker_states": {_TRACKER_STATE: rng.get_state()},
+    }
+
+
+def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
+    """`ours` as Megatron-LM can restore it: it insists on CUDA generators. Without a GPU they are those of the seed."""
+    state = initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
+    state |= {name: ours[name] for name in ("random_rng_state", "np_rng_state", "torch_rng_state")}
+    if ours["cuda_rng_state"] is not None:
+        state["cuda_rng_state"] = ours["cuda_rng_state"]
+        state["rng_tracker_states"] |= ours["rng_tracker_states"]
+    return [state]
+
+
+def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> None:
+    """Restore the generators of this process."""
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng_state"])
+    rng.set_state(state["rng_tracker_states"][_TRACKER_STATE])

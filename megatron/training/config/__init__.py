@@ -1,0 +1,1 @@
+"""What a run is: options as dataclass fields, their flags, and the rules between them."""

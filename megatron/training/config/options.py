@@ -1,0 +1,211 @@
+"""What a run is: batches and length, processes, logging, checkpoints.
+
+Every field is a flag of the command line (`arguments.py`); names and defaults are Megatron-LM's. The configurations of
+the model, the data, the optimizer and the data-parallel buffers stand beside the code that reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.dist_checkpointing.loading.strictness import STRICTNESS
+from megatron.core.utils import flag
+
+
+@dataclass
+class TrainingConfig:
+    """Batches, length of the run, and how it ends."""
+
+    micro_batch_size: int = flag(1)
+    """Samples that one model replica takes through a forward and backward pass at a time."""
+    global_batch_size: int | None = flag(None)
+    """Samples per optimizer step, over all replicas. Default: micro batch size x data-parallel size."""
+    rampup_batch_size: list[int] | None = flag(None)
+    """Three numbers START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
+    decrease_batch_size_if_needed: bool = flag(False)
+    """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
+    train_iters: int | None = flag(None)
+    """Number of optimizer steps; exclusive with --train-samples."""
+    train_samples: int | None = flag(None)
+    """Number of training samples; exclusive with --train-iters."""
+    seed: int = flag(1234)
+    """Seed of everything: initial weights (with the parameter's name), data order, dropout."""
+    calculate_per_token_loss: bool = flag(False)
+    """Average loss and gradients over all tokens of the global batch, not per micro batch first."""
+    check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
+    """Go on when a loss or gradient is NaN or infinite instead of stopping with its rank and iteration."""
+    skip_train: bool = flag(False)
+    """Only evaluate, do not train."""
+    eval_iters: int = flag(100)
+    """Global batches per evaluation; 0 turns evaluation off."""
+    eval_interval: int | None = flag(1000)
+    """Iterations between evaluations on the validation set."""
+    exit_interval: int | None = flag(None)
+    """Save and end the process when the iteration is a multiple of this."""
+    exit_duration_in_mins: float | None = flag(None)
+    """Save and end the process within this many minutes: in time for a save that takes as long as the last one did."""
+    exit_signal_handler: bool = flag(False)
+    """On SIGTERM or SIGUSR1 finish the iteration, save and end, on all ranks together."""
+    manual_gc: bool = flag(False)
+    """Run Python's garbage collector only where we say, at the same iterations on all ranks."""
+    manual_gc_interval: int = flag(0)
+    """Iterations between garbage collections with --manual-gc; 0: none."""
+
+
+@dataclass
+class DistributedConfig:
+    """Processes, devices and their arithmetic."""
+
+    distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
+    """Communication library. Default: nccl on CUDA devices, gloo on CPU."""
+    distributed_timeout_minutes: float = flag(10.0)
+    """How long a collective waits for a rank that does not come before the run stops."""
+    device: str | None = flag(None, choices=("cpu", "cuda"))
+    """Where to train. Default: cuda if there is one."""
+    num_threads: int | None = flag(None)
+    """CPU threads per process. Default: $OMP_NUM_THREADS, else an equal share of the cores for every process here."""
+    deterministic_mode: bool = flag(False)
+    """Only algorithms that give the same bits every time; an operation without one is an error."""
+    tf32: bool = flag(False)
+    """On CUDA, let fp32 matrix products round their inputs to TF32."""
+    compile: bool = flag(False)
+    """Compile every transformer layer with torch.compile."""
+
+
+@dataclass
+class ProfilingConfig:
+    """A look into some iterations."""
+
+    profile: bool = flag(False)
+    """Trace iterations with torch's profiler, for chrome://tracing, Perfetto or TensorBoard."""
+    profile_step_start: int = flag(10)
+    """First iteration in the trace."""
+    profile_step_end: int = flag(12)
+    """First iteration that is no longer in the trace."""
+    profile_ranks: list[int] | None = flag(None)
+    """Ranks that are traced. Default: 0."""
+    profile_dir: str | None = flag(None)
+    """Where traces are written. Default: --tensorboard-dir, else the directory profile."""
+    log_memory_interval: int | None = flag(None)
+    """Iterations between reports of the memory in use, the most over all ranks."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.profile_step_start < self.profile_step_end:
+            raise ValueError(
+                f"--profile-step-start {self.profile_step_start} must be at least 1 and less than --profile-step-end "
+                f"{self.profile_step_end}"
+            )
+        if self.log_memory_interval is not None and self.log_memory_interval < 1:
+            raise ValueError(f"--log-memory-interval must be positive, got {self.log_memory_interval}")
+
+
+@dataclass
+class PipelineLayoutConfig:
+    """How layers are dealt to pipeline stages."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None)
+    """Layers per model chunk of the interleaved schedule; another way to say --virtual-pipeline-model-parallel-size."""
+    decoder_first_pipeline_num_layers: int | None = flag(None)
+    """Number of layers of the first stage, when it differs from the others."""
+    decoder_last_pipeline_num_layers: int | None = flag(None)
+    """Number of layers of the last stage, when it differs from the others."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is reported, when, and where."""
+
+    log_interval: int = flag(100)
+    """Iterations between lines in the log."""
+    log_params_norm: bool = flag(False)
+    """Report the norm of all parameters."""
+    log_num_zeros_in_grad: bool = flag(False)
+    """Report the number of zeros in the gradient."""
+    timing_log_level: int = flag(0)
+    """0: iteration time only; 1: the phases of an iteration; 2: also waiting for data and the forward passes."""
+    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    """Over ranks, report the slowest, the slowest and fastest, or all."""
+    tensorboard_dir: str | None = flag(None)
+    """Write TensorBoard events here."""
+    tensorboard_log_interval: int = flag(1)
+    """Iterations between TensorBoard (and Weights & Biases) points."""
+    tensorboard_queue_size: int = flag(1000)
+    """Events that TensorBoard keeps in memory before it writes."""
+    log_timers_to_tensorboard: bool = flag(False)
+    """Write the timers to TensorBoard, too."""
+    log_memory_to_tensorboard: bool = flag(False)
+    """Write the memory in use to TensorBoard, too (of rank 0; on the CPU the peak of the process)."""
+    log_validation_ppl_to_tensorboard: bool = flag(False)
+    """Write the validation perplexity to TensorBoard, too."""
+    wandb_project: str | None = flag(None)
+    """Report to this project of Weights & Biases (needs the package wandb)."""
+    wandb_exp_name: str | None = flag(None)
+    """Name of the run there."""
+    wandb_entity: str | None = flag(None)
+    """User or team it belongs to."""
+    wandb_save_dir: str | None = flag(None)
+    """Where Weights & Biases keeps its files. Default: <save>/wandb."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved and loaded, where, and when."""
+
+    save: str | None = flag(None)
+    """Directory to save checkpoints to."""
+    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
+    """Iterations between checkpoints; one more is written at the end of the run."""
+    save_interval_secs: float | None = flag(None)
+    """Seconds between checkpoints, besides or in place of --save-interval; any save starts the clock anew."""
+    keep_last_n: int | None = flag(None)
+    """Keep the last N checkpoints and remove older ones, unless another rule keeps them. With a rule alone: 1."""
+    save_retain_interval: int | None = flag(None)
+    """Keep the checkpoints of all multiples of this iteration for ever, and remove others when they are superseded."""
+    keep_best_n: int | None = flag(None)
+    """Keep the N checkpoints with the lowest validation loss, of those at whose iteration it was measured."""
+    save_hf: str | None = flag(None)
+    """When the run is complete, also write the model there in Hugging Face's form."""
+    no_save_optim: bool = flag(False)
+    """Leave the optimizer out of checkpoints."""
+    no_save_rng: bool = flag(False)
+    """Leave the random number generators out of checkpoints."""
+    load: str | None = flag(None)
+    """Directory to load a checkpoint from. The same as --save and still empty: start fresh (restart idiom)."""
+    ckpt_step: int | None = flag(None)
+    """Load the checkpoint of this iteration instead of the newest."""
+    finetune: bool = flag(False)
+    """Load the weights only and start at iteration 0: no optimizer, schedule, generators or data position."""
+    no_load_optim: bool = flag(False)
+    """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
+    no_load_rng: bool = flag(False)
+    """Do not load the random number generators."""
+    dist_ckpt_strictness: str = flag("raise_all", choices=tuple(STRICTNESS))
+    """What to do about keys that the model wants and the checkpoint lacks (unexpected), and the reverse (all: both)."""
+    ckpt_fully_parallel_load: bool = flag(False)
+    """Replicas read what they all want in equal shares and exchange it, instead of each reading everything."""
+    ckpt_verify: bool = flag(False)
+    """Check what is loaded against the checksums in the checkpoint."""
+    pretrained_checkpoint: str | None = flag(None)
+    """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
+    exit_on_missing_checkpoint: bool = flag(False)
+    """An empty --load is an error even if it is the same directory as --save."""
+    use_checkpoint_args: bool = flag(False)
+    """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
+    ckpt_format: str = flag("torch_dist", choices=("torch_dist", "torch"))
+    """Format of saved checkpoints; torch is Megatron-LM's legacy one, whose files belong to a layout."""
+    async_save: bool = flag(False)
+    """Write checkpoints in the background: training waits for the copy to host memory at most."""
+    ckpt_fully_parallel_save: bool = flag(True)
+    """Let the first of the ranks that hold the same weights write them, in place of sharing them out."""
+    ckpt_assume_constant_structure: bool = flag(False)
+    """Plan once without comparing between saves; a change of structure is an error then."""
+    dist_ckpt_workers: int = flag(2)
+    """Files that each rank writes at once."""
+    ckpt_staging_mem_limit: float | None = flag(None)
+    """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
+    exit_on_save_failure: bool = flag(False)
+    """Stop when a checkpoint cannot be saved, in place of a warning."""
+    ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))
+    """Write what was loaded in this format, and exit."""
+    ckpt_convert_save: str | None = flag(None)
+    """Where --ckpt-convert-format writes: to the directory FORMAT in this one."""

@@ -1,0 +1,278 @@
+"""All options of a run together, and the rules between them.
+
+Every rule is checked before a process group exists, so that a mistake costs one message and no waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
+from megatron.core.parallel_state import ParallelConfig
+from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.checkpoint.args import read_stored_args, with_stored_args
+from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, make_parser, parse_flags
+from megatron.training.config.options import (
+    CheckpointConfig,
+    DistributedConfig,
+    LoggingConfig,
+    PipelineLayoutConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
+from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule
+from megatron.training.data.samplers import DataLoaderConfig
+from megatron.training.data.tokenizer import TokenizerConfig
+
+
+@dataclass
+class Config:
+    """The options of a run; one dataclass per part of the code."""
+
+    model: TransformerConfig
+    parallel: ParallelConfig
+    pipeline_layout: PipelineLayoutConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    data: GPTDatasetConfig
+    loader: DataLoaderConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    ddp: DistributedDataParallelConfig
+    distributed: DistributedConfig
+    profiling: ProfilingConfig
+    notes: list[str] = field(default_factory=list)  # what was changed or dropped, to be told once
+
+    def flags(self) -> dict[str, Any]:
+        """Every option by its field name, as it holds after all rules."""
+        parts = [getattr(self, attribute) for attribute, _ in SECTIONS.values()]
+        return {f.name: getattr(part, f.name) for part in parts for f in flag_fields(type(part))}
+
+    def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
+        """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint to load says so."""
+        given = self.tokenizer.vocab_size
+        if given is None or self.tokenizer.tokenizer_type == "NullTokenizer":
+            given = tokenizer_vocab_size
+        if given < tokenizer_vocab_size:
+            raise ValueError(f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer")
+        if stored is not None and stored > given:
+            self.notes.append(
+                f"the model of the checkpoint has {stored} tokens, {stored - given} more than the tokenizer"
+            )
+            given = stored
+        self.model = dataclasses.replace(self.model, vocab_size=given)
+        return given
+
+    def batch_schedule(self, dp_size: int) -> BatchSchedule:
+        """Global batch size and micro batches at any point of the run."""
+        training = self.training
+        return build_batch_schedule(
+            training.global_batch_size,
+            training.micro_batch_size,
+            dp_size,
+            training.rampup_batch_size,
+            training.decrease_batch_size_if_needed,
+        )
+
+    def schedule(self) -> Schedule:
+        """Learning rate and weight decay over the run."""
+        training = self.training
+        assert training.global_batch_size is not None
+        return make_schedule(
+            self.optimizer,
+            self.scheduler,
+            global_batch_size=training.global_batch_size,
+            train_iters=training.train_iters,
+            train_samples=training.train_samples,
+        )
+
+    def layer_ranges(self) -> list[list[range]]:
+        """Global layer numbers by [stage][chunk]."""
+        return pipeline_layer_ranges(
+            self.model.num_layers,
+            self.parallel.pp_size,
+            self.parallel.vpp_size,
+            self.pipeline_layout.decoder_first_pipeline_num_layers,
+            self.pipeline_layout.decoder_last_pipeline_num_layers,
+        )
+
+
+SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type
+    "Model": ("model", TransformerConfig),
+    "Parallelism": ("parallel", ParallelConfig),
+    "Pipeline stages": ("pipeline_layout", PipelineLayoutConfig),
+    "Training": ("training", TrainingConfig),
+    "Optimizer": ("optimizer", OptimizerConfig),
+    "Schedules": ("scheduler", SchedulerConfig),
+    "Data": ("data", GPTDatasetConfig),
+    "Reading data": ("loader", DataLoaderConfig),
+    "Tokenizer": ("tokenizer", TokenizerConfig),
+    "Checkpoints": ("checkpoint", CheckpointConfig),
+    "Logging": ("logging", LoggingConfig),
+    "Data parallelism": ("ddp", DistributedDataParallelConfig),
+    "Processes": ("distributed", DistributedConfig),
+    "Profiling": ("profiling", ProfilingConfig),
+}
+
+
+def flag_parser() -> FlagParser:
+    """The parser of `pretrain_gpt.py`."""
+    return make_parser({title: section for title, (_, section) in SECTIONS.items()})
+
+
+def parse_args(argv: Sequence[str], world_size: int) -> Config:
+    """The configuration of a run of `world_size` processes; ValueError says what does not fit and what to do."""
+    given, ignored = parse_flags(flag_parser(), argv)
+    notes = [f"accepted without effect: {', '.join(dict.fromkeys(ignored))}"] if ignored else []
+    if given.get("use_checkpoint_args"):
+        given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
+        notes += changes
+    config = make_config(given, world_size)
+    config.notes = notes + config.notes
+    return config
+
+
+def make_config(given: Given, world_size: int) -> Config:
+    """Build every part, derive what follows from others, and check the rules between them."""
+    given, notes = _derived(given)
+    config = Config(**{attribute: build(section, given) for attribute, section in SECTIONS.values()}, notes=notes)
+    dp_size = config.parallel.dp_size(world_size)
+    config.training.global_batch_size = config.batch_schedule(dp_size).global_batch_size
+    config.notes += _save_notes(config)
+    for check in (_check_length, _check_tensor_parallel, _check_batches, _check_checkpoint):
+        check(config, dp_size)
+    _check_profile_ranks(config.profiling, world_size)
+    config.layer_ranges()  # raises when the layers cannot be split
+    return config
+
+
+def _derived(given: Given) -> tuple[Given, list[str]]:
+    """Values that follow from other flags, and notes about what was changed."""
+    given, notes = dict(given), []
+    if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
+        notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is one")
+        given["sequence_parallel"] = False
+    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    if per_chunk is not None:
+        given["virtual_pipeline_model_parallel_size"] = _chunks_per_stage(given, per_chunk)
+    given.setdefault("max_position_embeddings", given.get("seq_length"))
+    return given, notes
+
+
+def _chunks_per_stage(given: Given, per_chunk: int) -> int | None:
+    if "virtual_pipeline_model_parallel_size" in given:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage and --virtual-pipeline-model-parallel-size say the same: give one"
+        )
+    layers, pp_size = given.get("num_layers", 0), given.get("pipeline_model_parallel_size", 1)
+    if per_chunk < 1 or layers % (pp_size * per_chunk):
+        raise ValueError(
+            f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp_size} x "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
+        )
+    chunks = layers // pp_size // per_chunk
+    return chunks if chunks > 1 else None
+
+
+def _check_length(config: Config, dp_size: int) -> None:
+    training = config.training
+    if training.train_iters is not None and training.train_samples is not None:
+        raise ValueError(
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
+        )
+    if training.train_iters is None and training.train_samples is None:
+        raise ValueError("how long? give --train-iters or --train-samples")
+    if config.optimizer.lr is None:
+        raise ValueError("--lr must be given")
+    for name in ("eval_interval", "exit_interval", "train_iters", "train_samples"):
+        value = getattr(training, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if config.data.seq_length > (config.model.max_position_embeddings or 0):
+        raise ValueError(
+            f"--seq-length {config.data.seq_length} is longer than --max-position-embeddings "
+            f"{config.model.max_position_embeddings}"
+        )
+
+
+def _check_tensor_parallel(config: Config, dp_size: int) -> None:
+    tp_size = config.parallel.tp_size
+    split = {
+        "--num-attention-heads": config.model.num_attention_heads,
+        "--num-query-groups": config.model.query_groups,
+        "--ffn-hidden-size": config.model.ffn_size,
+    }
+    if config.parallel.sequence_parallel:
+        split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
+    for name, value in split.items():
+        if value % tp_size:
+            raise ValueError(f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}")
+
+
+def _check_batches(config: Config, dp_size: int) -> None:
+    """The batch schedule and the schedules of the optimizer are made once, to have their rules checked."""
+    batches = config.batch_schedule(dp_size)
+    if config.training.train_iters is not None and config.training.rampup_batch_size is not None:
+        raise ValueError("--rampup-batch-size needs --train-samples: iterations grow with it")
+    if config.parallel.vpp_size > 1 and batches.num_microbatches_at(0) % config.parallel.pp_size:
+        raise ValueError(
+            f"the interleaved schedule runs micro batches in groups of {config.parallel.pp_size}, the number of "
+            f"pipeline stages, but a global batch of {batches.global_batch_size_at(0)} / "
+            f"({config.training.micro_batch_size} per micro batch x {dp_size} replicas) has "
+            f"{batches.num_microbatches_at(0)}"
+        )
+    config.schedule()
+
+
+def _save_notes(config: Config) -> list[str]:
+    """What the user may not expect of these flags together."""
+    checkpoint, eval_interval = config.checkpoint, config.training.eval_interval
+    notes = []
+    whens = ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n")
+    given = [f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None]
+    if given and checkpoint.save is None:
+        notes.append(f"nothing is saved: {', '.join(given)} without --save")
+    if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
+        common = math.lcm(checkpoint.save_interval, eval_interval)
+        if common > checkpoint.save_interval:
+            notes.append(
+                f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and evaluations every "
+                f"{eval_interval}, only those every {common} have a validation loss"
+            )
+    return notes
+
+
+def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
+    for rank in profiling.profile_ranks or []:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
+
+
+def _check_checkpoint(config: Config, dp_size: int) -> None:
+    checkpoint = config.checkpoint
+    for name in ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n"):
+        value = getattr(checkpoint, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
+        raise ValueError(
+            f"--keep-best-n {checkpoint.keep_best_n} goes by the validation loss: give --eval-interval (one that meets "
+            "the saved iterations) and --eval-iters"
+        )
+    if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
+        raise ValueError(f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss")
+    if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
+        raise ValueError("--ckpt-convert-format and --ckpt-convert-save go together")
+    if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
+        raise ValueError("--ckpt-convert-format needs --load, the checkpoint to convert")
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        raise ValueError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")

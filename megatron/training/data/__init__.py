@@ -1,0 +1,1 @@
+"""From datasets and tokenizers to micro batches."""

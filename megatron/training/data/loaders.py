@@ -1,0 +1,89 @@
+"""The data of a run: how many samples of each split, and an iterator of micro batches over each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megatron.core.datasets import Dataset
+from megatron.training.data.samplers import DataIterator
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.launch.initialize import print_rank_0
+from megatron.training.run import DatasetsProvider, Run
+
+
+@dataclass
+class Split:
+    """One split: whether it has data, and this rank's iterator; None on ranks whose chunks need no data."""
+
+    exists: bool
+    batches: DataIterator | None
+
+
+@dataclass
+class Data:
+    """The three splits of a run."""
+
+    train: Split
+    valid: Split
+    test: Split
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for split in (self.train, self.valid, self.test):
+            if split.batches is not None:
+                split.batches.close()
+
+
+def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Data:
+    """Build the data sets on the ranks that need them, positioned where the run stands. Collective.
+
+    Rank 0 holds the first layer, so it always needs data, and knows which splits there are.
+    """
+    needs_data = any(run.needs_batch(chunk) for chunk in range(len(run.chunks)))
+    datasets = provider(run.config, num_samples(run), tokenizer) if needs_data else (None, None, None)
+    _compare_fingerprints(run, datasets[0])
+    exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
+    dist.broadcast_object_list(exists, src=0)
+    consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
+    splits = zip(exists[0], datasets, consumed, strict=True)
+    return Data(*(Split(there, _iterator(run, dataset, start)) for there, dataset, start in splits))
+
+
+def num_samples(run: Run) -> tuple[int, int, int]:
+    """Samples of (train, valid, test) that the whole run needs, from its beginning to its end."""
+    training, state = run.config.training, run.state
+    remaining = max(0, run.train_iters - state.iteration)
+    train = training.train_samples or run.batches.consumed_after(remaining, state.consumed_train_samples)
+    every = training.eval_interval
+    evaluations = 1 + (run.train_iters // every - state.iteration // every if every else 0)
+    per_evaluation = training.eval_iters * run.batches.global_batch_size
+    valid = state.consumed_valid_samples + evaluations * per_evaluation if per_evaluation else 0
+    return 0 if training.skip_train else train, valid, per_evaluation
+
+
+def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
+    """Say so if samples come in another order than in the run that is resumed."""
+    if train is None:
+        return
+    if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):
+        print_rank_0(
+            " > warning: the training data or its order is not that of the checkpoint: of the "
+            f"{run.state.consumed_train_samples} samples consumed so far, some may come again and others be left out"
+        )
+    run.train_data_fingerprint = train.fingerprint
+
+
+def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:
+    if dataset is None:
+        return None
+    return DataIterator(
+        dataset,
+        consumed,
+        run.config.training.micro_batch_size,
+        run.config.loader,
+        run.ps.dp.rank,
+        run.ps.dp.size,
+        pin_memory=run.device.type == "cuda",
+    )

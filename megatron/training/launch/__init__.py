@@ -1,0 +1,1 @@
+"""From a process and its environment to a rank of the run."""

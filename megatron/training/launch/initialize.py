@@ -1,0 +1,163 @@
+"""From the environment of a process to its place in the run: device, threads, process groups, seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.config.options import DistributedConfig
+from megatron.training.launch.host_memory import keep_freed_memory
+from megatron.training.launch.rendezvous import lent_store, store_of_this_start
+
+_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
+
+
+def environment_rank() -> int:
+    """This process's rank as the launcher says; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """Number of processes of the run as the launcher says; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[ParallelState, torch.device]:
+    """Join the run: threads, device, process groups. Under torchrun or as a single plain process.
+
+    A default process group that exists already is used as it is.
+    """
+    torch.set_num_threads(num_threads(config))
+    if config.deterministic_mode:
+        _be_deterministic()
+    device = choose_device(config)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _init_process_group(
+            config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"), timeout, device
+        )
+    return ParallelState.create(parallel, timeout), device
+
+
+def choose_device(config: DistributedConfig) -> torch.device:
+    """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
+    if config.device == "cpu" or not available:
+        if config.distributed_backend == "nccl":
+            raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on the CPU")
+        return torch.device("cpu")
+    local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= devices and config.distributed_backend != "gloo":
+        raise ValueError(
+            f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per "
+            "node, or let processes share a device with --distributed-backend gloo"
+        )
+    return torch.device("cuda", local_rank % devices)
+
+
+def num_threads(config: DistributedConfig) -> int:
+    """CPU threads of this process.
+
+    torchrun sets OMP_NUM_THREADS=1 when it is unset and cannot be told from a user who does; give --num-threads then.
+    """
+    if config.num_threads is not None:
+        return config.num_threads
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given is not None and given.isdigit():
+        return max(1, int(given))
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, iteration: int = 0) -> None:
+    """Seed Python, NumPy and PyTorch as a function of seed, place in the run and iteration.
+
+    Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations
+    outside the tensor-parallel regions and must drop the same elements. Inside, `rng` takes over.
+    """
+    place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp.rank])
+    value = int(place.generate_state(1)[0])
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    rng.set_state(TensorParallelRng(value, state.tp.rank, rng.device).get_state())
+
+
+@contextmanager
+def errors_explained_once() -> Iterator[None]:
+    """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
+
+    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
+    is theirs alone.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if environment_rank() == 0:
+            sys.exit(f"error: {error}")
+        time.sleep(_WAIT_FOR_RANK_0)
+        sys.exit(f"error on rank {environment_rank()}: {error}")
+
+
+class LostRankError(RuntimeError):
+    """This rank waited for another one in vain."""
+
+
+@contextmanager
+def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
+    """Turn the failure of a collective into a message that says what it means."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
+            raise
+        raise LostRankError(
+            f"rank {ps.rank} of {ps.world_size} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank}) stops: another "
+            f"rank has died, or did not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
+            f"first error of the other ranks ({text.splitlines()[0]})"
+        ) from error
+
+
+def print_rank_0(message: str) -> None:
+    if environment_rank() == 0:
+        print(message, flush=True)
+
+
+def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
+    if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    device_id = device if backend == "nccl" else None
+    lent = lent_store(timeout)
+    if lent is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    store = store_of_this_start(lent, rank, world_size)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
+
+
+def _be_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,1 @@
+"""What a run reports: the log, TensorBoard, timers, traces, memory."""

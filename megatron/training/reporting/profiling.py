@@ -1,0 +1,80 @@
+"""`--profile`: a trace of some iterations by torch's profiler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.training.config.options import ProfilingConfig
+from megatron.training.reporting.timers import Timers
+
+
+class StepProfiler:
+    """Sequence of calls: `before` every iteration, on any rank; leaving the context ends a trace that is still open.
+
+    The phases of an iteration are ranges of the trace, under the names of the timers.
+    """
+
+    def __init__(self, config: ProfilingConfig, tensorboard_dir: str | None, rank: int, timers: Timers) -> None:
+        self._config, self._rank, self._timers = config, rank, timers
+        self._directory = Path(config.profile_dir or tensorboard_dir or "profile")
+        self._wanted = config.profile and rank in (config.profile_ranks or [0])
+        self._profiler: profile | None = None
+        self._first = self._last = 0
+        if self._wanted:
+            _make_writable(self._directory)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def before(self, iteration: int) -> None:
+        """Begin or end the trace where `iteration` is the first that is in it or no longer in it."""
+        if self._profiler is not None and iteration >= self._config.profile_step_end:
+            self._finish(iteration - 1)
+        if self._wanted and self._config.profile_step_start <= iteration < self._config.profile_step_end:
+            self._start(iteration)
+        self._last = iteration
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._profiler is not None:
+            self._finish(self._last)
+        elif self._wanted and kind is None:
+            window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
+            print(f" > WARNING: rank {self._rank} trained none of the iterations {window}: no trace", flush=True)
+
+    def _start(self, iteration: int) -> None:
+        self._wanted, self._first = False, iteration
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+        self._timers.traced = True
+
+    def _finish(self, last: int) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        self._timers.traced = False
+        name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
+        trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
+        self._profiler.export_chrome_trace(str(trace))
+        where = "device" if torch.cuda.is_available() else "cpu"
+        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
+        (self._directory / f"{name}.txt").write_text(table)
+        print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
+        self._profiler = None
+
+
+def _make_writable(directory: Path) -> None:
+    """ValueError before training if no trace could be written there after it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--profile: no traces in {directory}: {reason}; give another --profile-dir") from None

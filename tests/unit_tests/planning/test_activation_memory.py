@@ -1,0 +1,87 @@
+"""Activations counted from shapes against the tensors that autograd really keeps, and against the published formula."""
+
+import itertools
+
+import pytest
+import torch
+from torch_versions import of_current_torch
+
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.planning.activation_memory import ActivationMemory
+
+SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}
+GATED = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
+GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+SEQ, BATCH = 32, 2
+
+
+def config(**changes):
+    return TransformerConfig(**(SIZES | PLAIN | changes))
+
+
+def memory(model, tp_size=1, sequence_parallel=False):
+    return ActivationMemory(model, SEQ, BATCH, tp_size, sequence_parallel, 128)
+
+
+def saved_bytes(model):
+    """Of the storages that a layer leaves in the graph, its input included; parameters and tables are not its own."""
+    layer = TransformerLayer(model, tp=Axis(), rng=TensorParallelRng(0, 0))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(SEQ, BATCH, model.hidden_size, dtype=model.params_dtype, requires_grad=True)
+    layer(x)  # the tables exist from now on
+    lasting = {t.untyped_storage().data_ptr() for t in layer.parameters()}
+    if layer.self_attention.rotary is not None:
+        rotary = layer.self_attention.rotary(SEQ, model.params_dtype, x.device)
+        lasting |= {t.untyped_storage().data_ptr() for t in rotary if isinstance(t, torch.Tensor)}
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in lasting:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@of_current_torch
+@pytest.mark.parametrize("changes", [{}, GATED, GATED | GROUPED, GATED | {"qk_layernorm": True}], ids=str)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
+    model = config(**changes, bf16=bf16)
+    assert memory(model).layer == pytest.approx(saved_bytes(model), rel=0.01)
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
+    """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of ranks."""
+    model = config()
+    assert memory(model, 2, True).layer * 2 == memory(model).layer
+    assert memory(model).layer / 2 < memory(model, 2).layer < memory(model).layer
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputation_keeps_less(bf16):
+    full = {"recompute_granularity": "full", "recompute_num_layers": 2, "bf16": bf16}
+    nothing = memory(config(bf16=bf16))
+    selective = memory(config(recompute_granularity="selective", bf16=bf16))
+    uniform = memory(config(recompute_method="uniform", **full))
+    block = memory(config(recompute_method="block", **full))
+    assert uniform.kept(4) == 2 * uniform.residual  # the inputs of two groups
+    assert block.kept(4) == 2 * block.residual + 2 * nothing.layer
+    order = [m.kept(4) for m in (uniform, block, selective, nothing)]
+    assert all(less < more for less, more in itertools.pairwise(order))
+    assert uniform.backward(4, False) > nothing.backward(4, False)  # a group again
+
+
+def test_logits_are_kept_once_and_split():
+    whole, split = memory(config(bf16=True)), memory(config(bf16=True), 2)
+    assert whole.logits == SEQ * BATCH * 128 * 2
+    assert whole.head - 2 * whole.residual - whole.logits == SEQ * BATCH * (4 + 8 + 1 + 3 * 4 + 8)
+    assert ActivationMemory(config(bf16=True), SEQ, BATCH, 2, False, 64).logits * 2 == split.logits

@@ -1,0 +1,83 @@
+"""Parts of a plan by hand: passes in flight, bubble, optimizer bytes, traffic."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.planning.run_plan import activation_memory, plan_run
+from megatron.planning.traffic import Traffic
+from megatron.training.config.run_config import parse_args
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from pretrain_gpt import model_provider  # noqa: E402
+
+COMMON = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 128 "
+    "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --bf16 "
+)
+PP4 = "--pipeline-model-parallel-size 4 "
+
+
+def planned(flags, world_size):
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    config.set_vocab_size(128)
+    return config, plan_run(config, world_size, model_provider)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
+def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
+    """Narayanan et al. 2021: stage r of P has at most P - r micro batches in flight, or all there are."""
+    config, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
+    layer = activation_memory(config).layer
+    for rank, stage in enumerate(plan.stages):
+        assert stage.passes_in_flight == min(4 - rank, microbatches)
+        assert stage.memory.activations == stage.passes_in_flight * 2 * layer
+        assert stage.memory.loss == (activation_memory(config).head if rank == 3 else 0)
+    assert plan.bubble == pytest.approx(3 / (microbatches + 3))
+
+
+def test_chunks_buy_a_smaller_bubble_with_memory():
+    _, plain = planned(PP4 + "--global-batch-size 8", 4)
+    _, chunks = planned(PP4 + "--global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2", 4)
+    assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3)) and chunks.bubble < plain.bubble
+    first, first_plain = chunks.stages[0], plain.stages[0]
+    # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward pass comes next
+    assert first.passes_in_flight == 2 * 3 + 4 + 1
+    assert first.memory.activations > first_plain.memory.activations
+    assert first.traffic.pp.send > first_plain.traffic.pp.send
+
+
+def test_bytes_per_parameter():
+    """bf16: 2 of weights, 4 of gradients, 12 of main parameters and moments; these are shared over DP if so told."""
+    _, alone = planned("--global-batch-size 4", 1)
+    _, copies = planned("--global-batch-size 4", 4)
+    _, shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
+    numel = alone.stages[0].num_parameters
+    memory = alone.stages[0].memory
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * numel, 4 * numel, 12 * numel)
+    assert copies.stages[0].memory.optimizer == memory.optimizer
+    assert shards.stages[0].memory.optimizer == pytest.approx(memory.optimizer / 4, rel=0.01)  # padding
+    assert alone.checkpoint_bytes == 14 * alone.num_parameters == shards.checkpoint_bytes
+
+
+def test_traffic_of_data_parallelism():
+    _, copies = planned("--global-batch-size 4", 4)
+    _, shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
+    memory = copies.stages[0].memory
+    assert copies.stages[0].traffic.dp == Traffic(4, all_reduce=memory.gradients)
+    memory = shards.stages[0].memory
+    assert shards.stages[0].traffic.dp == Traffic(4, all_gather=memory.weights, reduce_scatter=memory.gradients)
+    assert shards.stages[0].traffic.tp.wire == shards.stages[0].traffic.pp.wire == 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
+    """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered again in backward."""
+    flags = "--tensor-model-parallel-size 2 --global-batch-size 2 "
+    config, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
+    tp, whole = plan.stages[0].traffic.tp, activation_memory(config).whole
+    again = (2 * 8 + 1) * sequence_parallel
+    assert tp.wire == pytest.approx(2 * whole * (2 * (4 * 8 + 2) + again) / 2)

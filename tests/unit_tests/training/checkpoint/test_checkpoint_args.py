@@ -1,0 +1,104 @@
+"""Arguments in a checkpoint: Megatron-LM's names, comparison, take-over."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args, with_stored_args
+from megatron.training.config.run_config import make_config, parse_args
+
+GOLDEN = Path(__file__).parents[4] / "tests/golden/megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
+
+
+def flags(more=""):
+    return parse_args(shlex.split(f"{GOLDEN.read_text()} {more}"), 1).flags()
+
+
+def test_names_are_megatron_lms():
+    """The values Megatron-LM 0.16.1 stores for this command line."""
+    args = make_namespace(flags(), {"padded_vocab_size": 288})
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 80,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "max_position_embeddings": 64,
+        "position_embedding_type": "rope",
+        "rotary_base": 10000,
+        "rotary_percent": 1.0,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-05,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "bias_gelu_fusion": False,
+        "untie_embeddings_and_output_weights": True,
+        "make_vocab_size_divisible_by": 32,
+        "padded_vocab_size": 288,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 256,
+        "seq_length": 64,
+        "train_iters": 10,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "lr": 0.002,
+        "lr_decay_style": "cosine",
+        "adam_beta2": 0.95,
+        "clip_grad": 1.0,
+        "seed": 1234,
+        "split": "100,0,0",
+        "data_path": ["data/pysrc_a_text_document"],
+        "use_distributed_optimizer": True,
+        "tensor_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+        "ckpt_format": "torch_dist",
+        "bf16": False,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_megatron_lms_names_are_understood():
+    stored = stored_args({"layernorm_epsilon": 1e-6, "group_query_attention": False, "num_attention_heads": 8, "x": 1})
+    assert stored["norm_epsilon"] == 1e-6 and stored["x"] == 1
+    assert stored["num_query_groups"] == 8  # Megatron-LM stores an unused 1
+    assert stored_args({"norm_epsilon": 1e-5, "layernorm_epsilon": 1e-6})["norm_epsilon"] == 1e-5
+
+
+def test_same_model():
+    assert check_same_model(flags(), stored_args(vars(make_namespace(flags(), {}))), "here") == []
+    assert check_same_model(flags(), {}, "an old checkpoint that says nothing") == []
+
+
+def test_another_model_names_every_difference():
+    stored = flags() | {"num_layers": 8, "swiglu": False}
+    with pytest.raises(ValueError, match=r"(?s)here holds another model.*num_layers: 8 in .*, 4 now.*swiglu: False"):
+        check_same_model(flags(), stored, "here")
+
+
+def test_positions_matter_only_when_they_are_learned():
+    longer = {"max_position_embeddings": 128}
+    assert check_same_model(flags(), longer, "here") == []
+    with pytest.raises(ValueError, match="max_position_embeddings: 128"):
+        check_same_model(flags("--position-embedding-type learned_absolute"), longer, "here")
+
+
+def test_other_mathematics_is_a_note():
+    (note,) = check_same_model(flags(), flags() | {"rotary_base": 500000.0}, "here")
+    assert "rotary_base: 500000.0" in note
+
+
+def test_taking_arguments_over():
+    stored = stored_args(vars(make_namespace(flags(), {})))
+    given = {"num_layers": 12, "lr": 1e-4, "train_iters": 5, "mock_data": True, "micro_batch_size": 4}
+    merged, notes = with_stored_args(given, stored)
+    (note,) = notes
+    assert "num_layers is 4 as in the checkpoint, not 12" in note
+    config = make_config(merged, 1)
+    assert config.model.num_layers == 4 and config.model.num_query_groups == 2 and config.data.seq_length == 64
+    assert config.optimizer.lr == 1e-4 and config.training.micro_batch_size == 4
+    assert with_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32

@@ -1,0 +1,198 @@
+"""What is kept, and that a crash in the middle of a removal costs nothing."""
+
+import os
+import random
+import signal
+import sys
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import ShardedTensor, is_complete, read_tracker, save, write_tracker
+from megatron.training.checkpoint.directory import complete_iterations, find_checkpoint, iteration_directory
+from megatron.training.checkpoint.retention import (
+    VALIDATION_LOSS,
+    Retention,
+    RetentionPolicy,
+    holds_checkpoint,
+    remove_leftovers,
+    to_delete,
+)
+
+
+@pytest.mark.parametrize(
+    "policy, saved, losses, deleted",
+    [
+        (RetentionPolicy(), [1, 2, 3], {}, []),
+        (RetentionPolicy(keep_last_n=1), [1, 2, 3], {}, [1, 2]),
+        (RetentionPolicy(keep_last_n=2), [1, 2, 3], {}, [1]),
+        (RetentionPolicy(keep_last_n=9), [1, 2, 3], {}, []),
+        (RetentionPolicy(save_retain_interval=2), [1, 2, 3, 4, 5], {}, [1, 3]),
+        (RetentionPolicy(keep_last_n=2, save_retain_interval=4), [2, 4, 6, 8, 10], {}, [2, 6]),
+        (RetentionPolicy(keep_best_n=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
+        (RetentionPolicy(keep_best_n=2), [1, 2, 3, 4], {1: 2.0, 2: 2.0, 3: 2.0}, [1]),  # the later of equal ones
+        (RetentionPolicy(keep_best_n=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
+        (RetentionPolicy(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
+    ],
+)
+def test_rules(policy, saved, losses, deleted):
+    assert to_delete(saved, saved[-1], policy, losses) == deleted
+
+
+def test_a_branch_that_was_left_neither_counts_nor_goes():
+    assert to_delete([5, 10, 15, 20], 10, RetentionPolicy(keep_last_n=1), {}) == [5]
+
+
+def test_any_history():
+    """Over random policies and runs: every rule is obeyed after each save, and nothing is deleted without reason."""
+    rng = random.Random(0)
+    for _ in range(300):
+        some = lambda top: rng.choice([None, rng.randint(1, top)])  # noqa: E731
+        policy = RetentionPolicy(some(4), some(7), some(3))
+        saved, losses, iteration = set(), {}, 0
+        for _ in range(25):
+            iteration += rng.randint(1, 5)
+            saved.add(iteration)
+            if rng.random() < 0.5:
+                losses[iteration] = rng.choice([rng.random(), 0.5, float("nan")])
+            before = set(saved)
+            saved -= set(to_delete(saved, iteration, policy, losses))
+            assert iteration in saved
+            assert sorted(before)[-(policy.keep_last_n or 1) :] == sorted(saved)[-(policy.keep_last_n or 1) :]
+            known = {i: losses[i] for i in before if i in losses and losses[i] == losses[i]}
+            best = sorted(known.values())[: policy.keep_best_n or 0]
+            assert sorted(known[i] for i in saved if i in known)[: len(best)] == best
+            if policy.save_retain_interval:
+                assert {i for i in before if i % policy.save_retain_interval == 0} <= saved
+            if not policy.deletes:
+                assert saved == before
+                continue
+            bound = (policy.keep_last_n or 1) + (policy.keep_best_n or 0)
+            retained = sum(i % (policy.save_retain_interval or iteration + 1) == 0 for i in saved)
+            assert len(saved) <= bound + retained
+
+
+def make(root, iteration, loss=None):
+    weight = ShardedTensor.replicated("weight", torch.full((1000,), float(iteration)))
+    common = {"iteration": iteration} | ({} if loss is None else {VALIDATION_LOSS: loss})
+    directory = iteration_directory(root, iteration)
+    save({"weight": weight}, directory, common=common, on_commit=lambda: write_tracker(root, iteration))
+    return directory
+
+
+def apply(root, policy):
+    retention = Retention(policy)
+    removed = retention.apply(root)
+    retention.close()
+    return [path.name for path in removed]
+
+
+def test_losses_come_from_the_files(tmp_path):
+    for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
+        make(tmp_path, iteration, loss)
+    assert apply(tmp_path, RetentionPolicy(keep_best_n=1)) == ["iter_0000001", "iter_0000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000002",
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+    for iteration in (1, 2):
+        make(tmp_path, iteration)
+    (tmp_path / "iter_0000000").mkdir()
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / "tensorboard").mkdir()
+    assert apply(tmp_path, RetentionPolicy(keep_last_n=1)) == ["iter_0000001"]
+    assert {"iter_0000000", "iter_notes", "tensorboard"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_nothing_goes_without_a_complete_successor(tmp_path):
+    policy = RetentionPolicy(keep_last_n=1)
+    directories = [make(tmp_path, iteration) for iteration in (1, 2, 3)]
+    (directories[2] / "metadata.json").unlink()
+    assert apply(tmp_path, policy) == []
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert apply(tmp_path, policy) == []
+    write_tracker(tmp_path, "release")
+    assert apply(tmp_path, policy) == []
+
+
+def test_legacy_checkpoints_count(tmp_path):
+    for iteration in (1, 2):
+        directory = iteration_directory(tmp_path, iteration) / "mp_rank_00_000"
+        directory.mkdir(parents=True)
+        (directory / "model_optim_rng.pt").touch()
+        assert holds_checkpoint(directory.parent)
+        write_tracker(tmp_path, iteration)
+    assert apply(tmp_path, RetentionPolicy(keep_last_n=1)) == ["iter_0000001"]
+
+
+EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate")
+
+
+def killed_at(event_number, action):
+    """Run `action` in a child that is killed at its n-th change of the file system; whether it came that far."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def hook(event, args):
+            nonlocal count
+            if event in EVENTS:
+                count += 1
+                if count == event_number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(hook)
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_killed_at_every_step(tmp_path):
+    """Save, commit, move the tracker, put aside, remove: always a complete newest checkpoint, and nothing that only
+    looks like one."""
+    policy = RetentionPolicy(keep_last_n=1)
+
+    def next_one():
+        make(root, 3)
+        apply(root, policy)
+
+    step, outcomes = 0, set()
+    while True:
+        step += 1
+        root = tmp_path / str(step)
+        make(root, 1)
+        make(root, 2)
+        died = killed_at(step, next_one)
+        newest, _ = find_checkpoint(root, None)
+        assert newest is not None and newest.name in ("iter_0000002", "iter_0000003")
+        assert read_tracker(root) in (2, 3)
+        for directory in root.glob("iter_*"):
+            assert is_complete(directory), directory
+        present = tuple(complete_iterations(root))
+        outcomes.add(present)
+        if not died:
+            break
+        # The next start cleans up, and the next save removes what this one could not.
+        remove_leftovers(root)
+        make(root, 4)
+        apply(root, policy)
+        assert not list(root.glob(".deleting-*"))
+        assert complete_iterations(root) == [4]
+    assert step > 20 and present == (3,)
+    assert outcomes >= {(1, 2), (1, 2, 3), (2, 3), (3,)}
+
+
+def test_leftovers(tmp_path):
+    make(tmp_path, 1)
+    os.rename(tmp_path / "iter_0000001", tmp_path / ".deleting-iter_0000001")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".deleting-iter_0000002").symlink_to(tmp_path / "elsewhere")
+    assert len(remove_leftovers(tmp_path)) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "latest_checkpointed_iteration.txt"}
+    assert remove_leftovers(tmp_path / "absent") == []

@@ -1,0 +1,158 @@
+"""Command lines to configurations: Megatron-LM's own parse unchanged, impossible ones name every number."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.training.config.arguments import field_docs, flag_fields, option_names
+from megatron.training.config.run_config import SECTIONS, flag_parser, parse_args
+
+ROOT = Path(__file__).parents[4]
+GOLDEN = ROOT / "tests/golden/megatron_lm_flags"
+
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63"
+)
+
+
+def config(more: str = "", world_size: int = 1):
+    return parse_args(shlex.split(f"{BASE} {more}"), world_size)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_command_lines_of_megatron_lm_parse_unchanged(path):
+    words = shlex.split(path.read_text())
+    sizes = {"tp2pp2": 4, "tp2": 2, "dp2": 2, "tp1": 1}
+    world_size = next(size for name, size in sizes.items() if name in path.stem)
+    parsed = parse_args(words, world_size)
+    assert (parsed.model.num_layers, parsed.data.seq_length, parsed.training.global_batch_size) == (4, 64, 8)
+    assert parsed.optimizer.lr == 2e-3 and parsed.schedule().lr_warmup_steps == 16
+    assert parsed.model.position_embedding_type == ("rope" if "llama" in path.stem else "learned_absolute")
+    assert parsed.model.bias_gelu_fusion is False and parsed.model.add_bias_linear == ("gpt2" in path.stem)
+    assert "--no-masked-softmax-fusion" in parsed.notes[0]
+
+
+def test_derived_values():
+    parsed = config("--micro-batch-size 2 --swiglu --vocab-size 100", world_size=3)
+    assert parsed.training.global_batch_size == 6
+    assert parsed.model.max_position_embeddings == 16
+    assert parsed.set_vocab_size(101) == 101 and parsed.model.vocab_size == 101
+    assert parsed.flags()["vocab_size"] == 100  # as given: with NullTokenizer it means 101 tokens
+    assert parsed.flags()["ffn_hidden_size"] == parsed.model.ffn_size
+
+
+def test_saves_that_will_not_happen_are_pointed_out():
+    assert config("--save-interval 2 --keep-last-n 1").notes == [
+        "nothing is saved: --save-interval, --keep-last-n without --save"
+    ]
+    best = "--save x --keep-best-n 1 --eval-interval 6 --save-interval"
+    (note,) = config(f"{best} 4").notes
+    assert "every 4 iterations and evaluations every 6, only those every 12" in note
+    assert config(f"{best} 6").notes == config(f"{best} 12").notes == []
+
+
+def test_layers_per_virtual_stage_is_another_way_to_say_chunks():
+    parsed = config(
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2", 2
+    )
+    assert parsed.parallel.vpp_size == 2
+    assert parsed.layer_ranges() == [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
+
+
+def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
+    parsed = config("--sequence-parallel")
+    assert parsed.parallel.sequence_parallel is False
+    assert "--sequence-parallel is off" in parsed.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "world_size", "numbers"),
+    [
+        ("--tensor-model-parallel-size 2", 3, ["3", "2"]),
+        ("--tensor-model-parallel-size 3", 3, ["--num-attention-heads 4", "3"]),
+        (
+            "--group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+            2,
+            ["--num-query-groups 1", "2"],
+        ),
+        ("--pipeline-model-parallel-size 3", 3, ["4 layers", "3 pipeline stages"]),
+        ("--global-batch-size 3 --micro-batch-size 2", 1, ["3", "2"]),
+        ("--global-batch-size 4 --micro-batch-size 2", 3, ["4", "2", "3"]),
+        (
+            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 3",
+            2,
+            ["3", "2"],
+        ),
+        ("--virtual-pipeline-model-parallel-size 2", 1, ["--virtual-pipeline-model-parallel-size 2"]),
+        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", 2, ["4", "2", "3"]),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15", 2, ["--seq-length", "15", "2"]),
+        ("--seq-length 32 --max-position-embeddings 16", 1, ["32", "16"]),
+        ("--train-samples 100", 1, ["--train-iters 10", "--train-samples 100"]),
+        ("--lr-decay-samples 100", 1, ["100", "--train-iters"]),
+        ("--rampup-batch-size 1 1 10 --global-batch-size 2", 1, ["--rampup-batch-size", "--train-samples"]),
+        ("--lr-warmup-iters 10", 1, ["10"]),
+        ("--save-interval 0", 1, ["--save-interval", "0"]),
+        ("--exit-interval 0", 1, ["--exit-interval", "0"]),
+        ("--ckpt-convert-format torch_dist", 1, ["--ckpt-convert-save"]),
+        ("--ckpt-step 3", 1, ["--ckpt-step 3", "--load"]),
+        ("--use-checkpoint-args", 1, ["--load"]),
+        ("--use-checkpoint-args --load /nowhere", 1, ["/nowhere"]),
+        ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
+        ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+    ],
+)
+def test_impossible_combinations_name_every_number(more, world_size, numbers):
+    with pytest.raises(ValueError) as error:
+        config(more, world_size)
+    for number in numbers:
+        assert number in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "missing", ["--num-layers 4", "--train-iters 10", "--lr 1e-3", "--seq-length 16", "--mock-data"]
+)
+def test_what_must_be_given(missing):
+    with pytest.raises(ValueError, match=missing.split()[0]):
+        parse_args(shlex.split(BASE.replace(missing, "")), 1)
+
+
+def test_vocabulary_must_hold_the_tokenizer():
+    parsed = config()
+    parsed.tokenizer.tokenizer_type = "SentencePieceTokenizer"
+    with pytest.raises(ValueError, match=r"--vocab-size 63 is less than the 64 tokens"):
+        parsed.set_vocab_size(64)
+    assert parsed.set_vocab_size(60) == 63
+
+
+def test_the_list_of_flags_is_frozen():
+    """A flag is an interface: adding, renaming or removing one shows up here (regenerate the file on purpose)."""
+    lines = []
+    for title, (_, section) in SECTIONS.items():
+        for flag in flag_fields(section):
+            lines.append(f"{title}: {', '.join(option_names(flag))} [{flag.type}] default {flag.default}")
+    expected = (Path(__file__).parent / "flags.txt").read_text().splitlines()
+    assert lines == expected
+
+
+def test_every_flag_has_help_and_shared_ones_agree():
+    seen = {}
+    for _, section in SECTIONS.values():
+        for flag in flag_fields(section):
+            assert field_docs(section)[flag.name].endswith("."), flag.name
+            assert seen.setdefault(flag.name, (flag.type, flag.default)) == (flag.type, flag.default), flag.name
+    assert len(flag_parser().format_help().splitlines()) > len(seen)
+
+
+def test_every_flag_is_read_somewhere():
+    sources = [path.read_text() for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "pretrain_gpt.py"]]
+    read = set(re.findall(r"\.(\w+)\b|given\.get\(\"(\w+)\"", "\n".join(sources)))
+    read = {name for names in read for name in names}
+    # make_schedule puts these names together from a quantity and a unit
+    read |= {f"lr_{what}_{unit}" for what in ("decay", "warmup", "wsd_decay") for unit in ("iters", "samples")}
+    unread = [
+        field.name for _, section in SECTIONS.values() for field in flag_fields(section) if field.name not in read
+    ]
+    assert not unread

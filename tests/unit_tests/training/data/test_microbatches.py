@@ -1,0 +1,67 @@
+"""Batch sizes against a plain walk through the run, sample by sample."""
+
+import pytest
+
+from megatron.training.data.microbatches import build_batch_schedule
+
+
+def test_constant():
+    schedule = build_batch_schedule(64, 4, 2)
+    for consumed in (0, 64, 10**12):
+        assert schedule.global_batch_size_at(consumed) == 64 and schedule.num_microbatches_at(consumed) == 8
+    assert schedule.consumed_after(10) == 640 and schedule.consumed_after(10, 128) == 768
+    assert schedule.iterations_for(639) == 9 and schedule.iterations_for(640) == 10 and schedule.iterations_for(0) == 0
+    assert schedule.iterations_for(640, 100) == 8  # where earlier iterations had another batch size
+
+
+def test_without_a_global_batch_size_there_is_one_microbatch():
+    schedule = build_batch_schedule(None, 4, 2)
+    assert schedule.global_batch_size_at(0) == 8 and schedule.num_microbatches_at(0) == 1
+
+
+def test_rampup_takes_equal_shares_of_the_samples():
+    schedule = build_batch_schedule(32, 2, 2, [8, 8, 300])
+    for consumed in range(0, 1000, 4):
+        expected = 8 if consumed < 100 else 16 if consumed < 200 else 24 if consumed < 300 else 32
+        assert schedule.global_batch_size_at(consumed) == expected
+        assert schedule.num_microbatches_at(consumed) == expected // 4
+
+
+@pytest.mark.parametrize("rampup", [None, [8, 8, 300], [32, 8, 300], [8, 4, 0], [4, 28, 1000]])
+def test_iterations_and_samples_are_a_walk(rampup):
+    schedule = build_batch_schedule(32, 2, 2, rampup)
+    consumed, boundaries = 0, [0]
+    for iteration in range(1, 120):
+        consumed += schedule.global_batch_size_at(consumed)
+        boundaries.append(consumed)
+        assert schedule.consumed_after(iteration) == consumed
+        assert schedule.consumed_after(iteration - iteration // 2, boundaries[iteration // 2]) == consumed
+    for samples in range(boundaries[-1]):
+        assert schedule.iterations_for(samples) == sum(boundary <= samples for boundary in boundaries) - 1
+
+
+def test_batches_can_be_rounded_down():
+    schedule = build_batch_schedule(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
+    assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [6, 18, 30, 36]
+    assert [schedule.num_microbatches_at(consumed) for consumed in (0, 30, 60, 90)] == [1, 3, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((30, 4, 2), "global batch size 30 is not a multiple of micro batch size 4 x data-parallel size 2 = 8"),
+        ((4, 4, 2), "global batch size 4 is less than micro batch size 4 x data-parallel size 2 = 8"),
+        ((4, 4, 2, None, True), "global batch size 4 is less than"),
+        ((8, 0, 2), "micro batch size must be positive, got 0"),
+        ((-8, 4, 2), "global batch size must be positive, got -8"),
+        ((32, 4, 2, [8, 4, 100]), "global batch size 12 is not a multiple"),  # a step of the ramp
+        ((32, 4, 2, [8, 8]), "takes START INCREMENT SAMPLES, got 8 8"),
+        ((32, 4, 2, [64, 8, 100]), "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32"),
+        ((32, 4, 2, [8, 16, 100]), "steps of 16 do not lead from 8 to --global-batch-size 32"),
+        ((32, 4, 2, [8, 0, 100]), "START and INCREMENT must be positive"),
+        ((32, 4, 2, [8, 8, -1]), "SAMPLES not negative"),
+    ],
+)
+def test_impossible_batches(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_batch_schedule(*arguments)

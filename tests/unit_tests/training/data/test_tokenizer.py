@@ -1,0 +1,164 @@
+"""Tokenizers: ids and EOD of every kind, text survives the round trip, and what is missing is named."""
+
+import json
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer as Pipeline
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer, padded_vocab_size
+
+TEXT = "def f(x):\n    return  x + 1  # größer\n"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's 256 printable stand-ins for bytes; EOD is 256."""
+    return {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    for name, ids in {"plain": {}, "with_pad": {"pad_id": 3}, "without_eos": {"eos_id": -1}}.items():
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["def f(x): return x + 1", "a small text for a small vocabulary"] * 20),
+            model_prefix=str(directory / name),
+            vocab_size=300,
+            model_type="bpe",
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **ids,
+        )
+    return directory
+
+
+@pytest.fixture
+def gpt2_files(tmp_path):
+    vocab = byte_alphabet() | {"re": 256, "<|endoftext|>": 257}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nr e\n")
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer_json(tmp_path):
+    """A byte-level tokenizer.json alone, with a BOS that its post-processor is not asked for."""
+    vocab = byte_alphabet() | {"<s>": 256, "</s>": 257}
+    pipeline = Pipeline(models.BPE(vocab=vocab, merges=[]))
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens(["<s>", "</s>"])
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_null_tokenizer():
+    tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=256))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
+    assert tokenizer.tokenize(" 3 0\n256 ") == [3, 0, 256] and tokenizer.detokenize([3, 0, 256]) == "3 0 256"
+    assert tokenizer.tokenize("") == []
+    with pytest.raises(ValueError, match="reads decimal ids .* not 'three'"):
+        tokenizer.tokenize("three")
+    with pytest.raises(ValueError, match=r"id 257 is not in 0\.\.256"):
+        tokenizer.tokenize("1 257")
+
+
+def test_sentencepiece(sentencepiece_models):
+    model = str(sentencepiece_models / "plain.model")
+    tokenizer = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", model))
+    oracle = sentencepiece.SentencePieceProcessor(model_file=model)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (oracle.vocab_size(), 2, None)
+    assert tokenizer.tokenize(TEXT) == oracle.encode(TEXT)
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    assert tokenizer.detokenize([*tokenizer.tokenize("a text"), tokenizer.eod]) == "a text"
+    padded = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "with_pad.model")))
+    assert padded.pad == 3
+
+
+def test_huggingface_file_alone(tokenizer_json):
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json)))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
+    ids = tokenizer.tokenize(TEXT)
+    assert ids == Pipeline.from_file(str(tokenizer_json)).encode(TEXT).ids and 256 not in ids
+    assert tokenizer.detokenize(ids) == TEXT
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_huggingface_directory(tokenizer_json, name):
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "</s>", "eos_token": "<s>", "pad_token": "<s>"}
+    (tokenizer_json.parent / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json.parent / name)))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 256, 256)
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+
+
+def test_huggingface_without_eos(tokenizer_json):
+    text = tokenizer_json.read_text()
+    assert "</s>" in END_TOKENS
+    tokenizer_json.write_text(text.replace("</s>", "<the-end>"))
+    with pytest.raises(ValueError, match=r"tokenizer.json has no EOS token, .* set eos_token"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json)))
+
+
+def test_gpt2_bpe(gpt2_files):
+    config = TokenizerConfig(
+        "GPT2BPETokenizer", vocab_file=str(gpt2_files / "vocab.json"), merge_file=str(gpt2_files / "merges.txt")
+    )
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
+    ids = tokenizer.tokenize(TEXT + "<|endoftext|>")
+    assert ids.count(256) == 1 and tokenizer.eod not in ids  # "re" is merged; text never becomes EOD
+    assert tokenizer.detokenize(ids) == TEXT + "<|endoftext|>"
+    alphabet = byte_alphabet()
+    assert tokenizer.tokenize("ab") == [alphabet["a"], alphabet["b"]]
+
+    (gpt2_files / "vocab.json").write_text(json.dumps(byte_alphabet() | {"re": 256}))
+    with pytest.raises(ValueError, match=r"vocab.json has no <\|endoftext\|>"):
+        build_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TokenizerConfig(), "--tokenizer-type None: choose one of SentencePieceTokenizer"),
+        (TokenizerConfig("BertTokenizer"), "--tokenizer-type BertTokenizer: choose one of"),
+        (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
+        (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
+        (TokenizerConfig("SentencePieceTokenizer"), "SentencePieceTokenizer needs --tokenizer-model"),
+        (TokenizerConfig("HuggingFaceTokenizer", "no/where"), "--tokenizer-model no/where: no such file"),
+        (TokenizerConfig("GPT2BPETokenizer", vocab_file="v"), "--vocab-file v: no such file"),
+        (TokenizerConfig("GPT2BPETokenizer", vocab_file=__file__), "GPT2BPETokenizer needs --merge-file"),
+    ],
+)
+def test_missing_flags_and_files(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(config)
+
+
+def test_files_of_another_kind(tmp_path, sentencepiece_models):
+    junk = tmp_path / "junk"
+    junk.write_text("not a tokenizer")
+    for kind, message in [
+        ("SentencePieceTokenizer", "is not a SentencePiece model"),
+        ("HuggingFaceTokenizer", "is not a Hugging Face tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer(TokenizerConfig(kind, str(junk)))
+    with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
+    with pytest.raises(ValueError, match="cannot be read"):
+        build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk)))
+    with pytest.raises(ValueError, match="has no end-of-sentence piece"):
+        build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")))
+
+
+def test_padded_vocab_size():
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(257, 16, 2) == 288
+    assert padded_vocab_size(256, 128, 2) == 256
+    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by must be positive, got 0"):
+        padded_vocab_size(257, 0, 1)

@@ -1,0 +1,121 @@
+"""Ranks save and end together, whichever of them got the signal or whose clock is ahead."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from megatron.training.checkpoint.saver import CheckpointSaver
+from megatron.training.config.options import CheckpointConfig, TrainingConfig
+from megatron.training.exit.decisions import Decisions, Exit
+from megatron.training.exit.signals import ExitSignals
+
+
+def decisions(training=None, checkpoint=None, signals=None, saver=None):
+    checkpoint = checkpoint or CheckpointConfig()
+    return Decisions(
+        signals or ExitSignals(),
+        training or TrainingConfig(),
+        checkpoint,
+        saver or CheckpointSaver(checkpoint),
+        torch.device("cpu"),
+        time.monotonic(),
+    )
+
+
+def one_rank_is_signalled(rank, world_size):
+    with ExitSignals().installed(True) as signals:
+        decide = decisions(TrainingConfig(exit_signal_handler=True), signals=signals)
+        before = decide.after(1)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before.leave, decide.after(2).leave, decide.after(3).leave
+
+
+def test_a_signal_on_one_rank_ends_all_at_the_same_iteration(pool):
+    signalled = Exit("SIGTERM was received", urgent=True)
+    assert pool.run(one_rank_is_signalled, 2) == [(None, None, signalled)] * 2
+
+
+def time_is_up_on_one_rank(rank, world_size):
+    decide = decisions(TrainingConfig(exit_duration_in_mins=0.0 if rank == 0 else 60.0))
+    return decide.after(1).leave, decide.after(2).leave
+
+
+def test_a_time_limit_on_one_rank_ends_all(pool):
+    for first, second in pool.run(time_is_up_on_one_rank, 2):
+        assert first is None
+        assert second.urgent and "--exit-duration-in-mins" in second.reason
+
+
+def the_save_takes_long(rank, world_size):
+    saver = CheckpointSaver(CheckpointConfig())
+    decide = decisions(TrainingConfig(exit_duration_in_mins=1.0), saver=saver)
+    left = [decide.after(1).leave, decide.after(2).leave]
+    saver.expected_seconds = 59.5 if rank == 1 else 0.0  # as it measured the last one
+    left += [decide.after(3, seconds=0.1).leave, decide.after(4, seconds=0.3).leave, decide.after(5).leave]
+    return [leave is not None for leave in left]
+
+
+def test_the_last_save_has_its_place_in_the_time_limit(pool):
+    """59.5 s for the save and two iterations: 0.2 s fit into a minute, 0.6 s do not."""
+    assert pool.run(the_save_takes_long, 2) == [[False, False, False, False, True]] * 2
+
+
+def clocks_that_differ(rank, world_size):
+    decide = decisions(checkpoint=CheckpointConfig(save="x", save_interval_secs=0.5 if rank == 0 else 1000))
+    saved, start = [], time.monotonic()
+    while time.monotonic() - start < 1.8 if rank == 0 else len(saved) < 18:
+        if rank == 0 and len(saved) == 18:
+            break
+        saved.append(decide.after(len(saved) + 1).save)
+        time.sleep(0.1)
+    decide.finish()
+    return saved
+
+
+def test_saves_by_the_clock_are_the_same_everywhere(pool):
+    first, second = pool.run(clocks_that_differ, 2)
+    assert first == second
+    assert 2 <= sum(first) <= 3 and not any(first[:5])
+
+
+def test_a_save_by_iteration_starts_the_clock_anew(pool):
+    assert pool.run(both_rules, 1) == [[False, True, False, False, True]]
+
+
+def both_rules(rank, world_size):
+    decide = decisions(checkpoint=CheckpointConfig(save="x", save_interval=2, save_interval_secs=0.25))
+    saved = []
+    for iteration, pause in ((1, 0.15), (2, 0.2), (3, 0.1), (5, 0.0), (7, 0.0)):  # due at 5, seen at 7
+        saved.append(decide.after(iteration).save)
+        time.sleep(pause)
+    decide.finish()
+    return saved
+
+
+def a_save_fails_behind_training(rank, world_size):
+    checkpoint = CheckpointConfig(save="x", async_save=True, exit_on_save_failure=True)
+    saver = CheckpointSaver(checkpoint)
+    decide = decisions(checkpoint=checkpoint, saver=saver)
+    first = decide.after(1).leave
+    if rank == 1:
+        saver.failure = "the disk is full"
+    decide.after(2)
+    return first, decide.after(3).leave
+
+
+def test_all_stop_when_one_knows_that_a_save_failed(pool):
+    for first, last in pool.run(a_save_fails_behind_training, 2):
+        assert first is None and last.failed and not last.urgent
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_intervals_need_no_communication(interval):
+    assert not torch.distributed.is_initialized()
+    decide = decisions(TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3))
+    verdicts = [decide.after(i) for i in range(1, 13)]
+    assert [v.leave is not None for v in verdicts] == [i % interval == 0 for i in range(1, 13)]
+    assert [v.save for v in verdicts] == [i % 3 == 0 for i in range(1, 13)]

@@ -1,0 +1,47 @@
+"""Layers share what is compiled: the compiler keeps few versions of a function, and deep models have many layers."""
+
+import torch
+from torch_versions import of_current_torch
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.launch.compile import compile_layers
+
+
+def count_graphs(num_layers, monkeypatch):
+    """How many graphs a forward and backward pass has compiled; the compiler behind torch.compile only counts."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda forward, **options: compiled(forward, backend=count))
+        config = TransformerConfig(
+            num_layers=num_layers,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=40,
+            max_position_embeddings=16,
+            position_embedding_type="rope",
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        model = GPTModel(config, make_vocab_size_divisible_by=8)
+        model.initialize(1)
+        compile_layers(model)
+    tokens = torch.arange(32).view(2, 16)
+    model(tokens, torch.arange(16).expand(2, 16), labels=tokens).mean().backward()
+    torch.compiler.reset()
+    return len(graphs)
+
+
+@of_current_torch
+def test_twelve_layers_compile_as_much_as_two(monkeypatch):
+    assert 0 < count_graphs(12, monkeypatch) == count_graphs(2, monkeypatch)

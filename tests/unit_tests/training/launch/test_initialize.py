@@ -1,0 +1,121 @@
+"""Threads, device, seeds."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
+from megatron.core.dist_checkpointing import Reader
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
+from megatron.training.config.options import DistributedConfig
+from megatron.training.launch.initialize import (
+    choose_device,
+    initialize,
+    lost_ranks_explained,
+    num_threads,
+    seed_everything,
+)
+
+GOLDEN = Path(__file__).parents[3] / "golden/megatron_lm"
+MEGATRON_LM = GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable/iter_0000005"
+
+
+def test_threads(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert num_threads(DistributedConfig()) == max(1, cores // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert num_threads(DistributedConfig()) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert num_threads(DistributedConfig()) == 3
+    assert num_threads(DistributedConfig(num_threads=5)) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_devices_that_are_not_there():
+    assert choose_device(DistributedConfig()) == torch.device("cpu")
+    with pytest.raises(ValueError, match="--device cuda"):
+        choose_device(DistributedConfig(device="cuda"))
+    with pytest.raises(ValueError, match="--distributed-backend nccl"):
+        choose_device(DistributedConfig(distributed_backend="nccl"))
+
+
+def test_tf32_is_what_the_flag_says():
+    ranks = ParallelConfig()
+    for wanted in (True, False):
+        initialize(DistributedConfig(tf32=wanted, device="cpu"), ranks)
+        assert torch.backends.cuda.matmul.allow_tf32 is wanted
+    dist.destroy_process_group()
+
+
+def draws(rank, world_size=8, seed=1, iteration=0):
+    """What a rank of TP2 x DP2 x PP2 draws outside and inside tensor-parallel regions."""
+    ps = ParallelState.for_rank(ParallelConfig(2, 2), world_size, rank)
+    rng = TensorParallelRng(0, ps.tp.rank)
+    seed_everything(seed, ps, rng, iteration)
+    outside = (torch.rand(2).tolist(), np.random.rand())
+    with rng.fork():
+        return outside, torch.rand(2).tolist()
+
+
+def test_ranks_draw_alike_only_where_they_must():
+    outside = [draws(rank)[0] for rank in range(8)]
+    inside = [draws(rank)[1] for rank in range(8)]
+    for rank in range(0, 8, 2):  # the tensor-parallel pairs
+        assert outside[rank] == outside[rank + 1] and inside[rank] != inside[rank + 1]
+    assert len({str(values) for values in outside}) == 4 and len({str(values) for values in inside}) == 8
+    assert draws(3) == draws(3) != draws(3, seed=2) != draws(3, iteration=5)
+
+
+def test_state_of_the_generators_is_restored():
+    rng = TensorParallelRng(7, 0)
+    state = get_rng_state(rng)
+
+    def draw():
+        with rng.fork():
+            inside = torch.rand(3).tolist()
+        return inside, torch.rand(3).tolist(), np.random.rand(3).tolist()
+
+    first = draw()
+    assert draw() != first
+    set_rng_state(state, rng)
+    assert draw() == first
+
+
+def test_key_of_the_generators_tells_place_and_layout():
+    ps = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
+    assert rng_key(ps) == "rng_state/shard_1.1.0_2.2.2"
+    assert megatron_rng_key((1, 0), ParallelConfig(4, 2)) == "rng_state/shard_0.1_2.4"
+
+
+def test_generators_for_megatron_have_its_form():
+    ps = ParallelState.for_rank(ParallelConfig(2, 2), 4, 3)
+    (theirs,) = Reader(MEGATRON_LM).read_object(megatron_rng_key((1, 1), ParallelConfig(2, 2)))
+    random.seed(5)
+    torch.manual_seed(6)
+    (ours,) = megatron_rng_state(get_rng_state(TensorParallelRng(7, 1)), ps, seed=1234)
+    assert ours.keys() == theirs.keys() and ours["rng_tracker_states"].keys() == theirs["rng_tracker_states"].keys()
+    for name in ("cuda_rng_state", "torch_rng_state"):
+        assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
+    assert ours["random_rng_state"] == random.getstate() and torch.equal(ours["torch_rng_state"], torch.get_rng_state())
+    np.random.set_state(ours["np_rng_state"])
+    if not torch.cuda.is_available():
+        model_parallel = ours["rng_tracker_states"]["model-parallel-rng"].tolist()
+        assert model_parallel[:8] == list((1234 + 100 + 2718 + 1).to_bytes(8, "little"))
+
+
+def test_only_failures_of_communication_are_explained_as_lost_ranks():
+    ps = ParallelState.for_rank(ParallelConfig(), 2, 1)
+    reason = r"rank 1 of 2 .*another rank has died.*minutes 3.*Connection closed"
+    with pytest.raises(RuntimeError, match=reason), lost_ranks_explained(ps, 3):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), lost_ranks_explained(ps, 3):
+        raise RuntimeError("out of memory")

@@ -1,0 +1,50 @@
+"""FLOPs against a count taken from a forward pass and against Megatron-LM's own number."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.reporting.flops import attended_keys, model_flops_per_token
+
+GOLDEN = TransformerConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    kv_channels=8,
+    ffn_hidden_size=80,
+    group_query_attention=True,
+    num_query_groups=2,
+    swiglu=True,
+)
+
+
+def test_equals_megatron_lm():
+    # num_floating_point_operations_so_far in a checkpoint of Megatron-LM 0.16.1 (core_v0.16.1, this model, sequence 64,
+    # padded vocabulary 288) after 5 iterations of 8 samples
+    assert model_flops_per_token(GOLDEN, 64, 288) * 5 * 8 * 64 == 927989760
+
+
+def test_equals_a_count_of_the_products():
+    h, d, heads, groups, ffn, seq, vocab = 32, 8, 4, 2, 80, 64, 100
+    x = torch.zeros(seq, h)
+    with FlopCounterMode(display=False) as counter:
+        torch.mm(x, torch.zeros(h, (heads + 2 * groups) * d))
+        for _ in range(heads):
+            torch.mm(torch.mm(torch.zeros(seq, d), torch.zeros(d, seq)), torch.zeros(seq, d))
+        torch.mm(torch.zeros(seq, heads * d), torch.zeros(heads * d, h))
+        torch.mm(x, torch.zeros(h, 2 * ffn))
+        torch.mm(torch.zeros(seq, ffn), torch.zeros(ffn, h))
+    layer = counter.get_total_flops() / seq
+    causal = 2 * (2 * heads * d * seq) / 2  # half of the scores and of the weighted sums
+    expected = 3 * (4 * (layer - causal) + 2 * h * vocab)
+    assert model_flops_per_token(GOLDEN, seq, vocab) == expected
+
+
+@pytest.mark.parametrize(("window", "seq"), [(None, 10), ((3, 0), 10), ((20, 0), 10), ((-1, 0), 10)])
+def test_attended_keys(window, seq):
+    """The continuous count misses half a key per token: a token sees itself whole."""
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, window_size=window)
+    left = seq if window is None or window[0] < 0 else min(window[0], seq)
+    exact = sum(min(position, left) for position in range(seq)) / seq
+    assert attended_keys(config, seq) == pytest.approx(exact + 0.5, abs=0.5)

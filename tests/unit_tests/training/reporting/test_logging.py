@@ -1,0 +1,89 @@
+"""The log line, intervals, and what goes to TensorBoard."""
+
+import math
+import re
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core.optimizer import StepResult
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.training.config.options import LoggingConfig
+from megatron.training.reporting.logging import PendingIteration, TrainingLog, log_line
+from megatron.training.reporting.writers import make_writers
+
+CPU = torch.device("cpu")
+
+
+def pending(iteration, loss, skipped=False):
+    step = StepResult(torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None)
+    return PendingIteration(iteration, 8 * iteration, 8, 1e-3, 1.0, loss, step, None)
+
+
+def closed_interval(rank, world_size, tp=1, pp=1):
+    ps = ParallelState.create(ParallelConfig(tp, pp))
+    log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16)
+    for iteration in (1, 2):
+        value = float(iteration + ps.dp.rank) if ps.pp.is_last else 0.0
+        log.record(pending(iteration, torch.tensor([2 * value, 2.0 if ps.pp.is_last else 0.0])))
+    time.sleep(0.02)
+    with log.paused():
+        time.sleep(0.2)
+    return log.close_interval(), log.is_empty
+
+
+@pytest.mark.parametrize(("tp", "pp", "losses"), [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])])
+def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses):
+    for interval, is_empty in pool.run(closed_interval, 2, tp, pp):
+        assert [it.lm_loss for it in interval.iterations] == losses and is_empty
+        assert [it.grad_norm for it in interval.iterations] == [1.0, 2.0]
+        assert interval.tokens == 2 * 8 * 16 and interval.flops == 2 * 8 * 16 * 1e6
+        assert 0.02 <= interval.seconds < 0.2  # without the pause
+
+
+def interval_of(rank, world_size, rows):
+    log = TrainingLog(ParallelState.create(ParallelConfig()), CPU, flops_per_token=1e6, seq_length=16)
+    for iteration, loss, skipped in rows:
+        log.record(pending(iteration, torch.tensor([loss, 1.0]), skipped))
+    return log.close_interval()
+
+
+def test_log_line(pool):
+    (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)])
+    line = log_line(interval, 100)
+    for part in (
+        "iteration       12/     100 |",
+        "consumed samples:           96 |",
+        "elapsed time per iteration (ms): ",
+        "throughput per GPU (TFLOP/s/GPU): ",
+        "tokens/s: ",
+        "learning rate: 1.000000E-03 |",
+        "global batch size:     8 |",
+        "lm loss: 3.000000E+00 |",  # of the iterations that counted
+        "loss scale: 1.0 |",
+        "grad norm: 12.000 |",
+        "number of skipped iterations:   2 |",
+        "number of nan iterations:   1 |",
+    ):
+        assert part in line
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line) and "params norm" not in line
+
+
+def test_tensorboard(pool, tmp_path):
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
+    (writer,) = make_writers(config, None, {"num_layers": 4})
+    (interval,) = pool.run(interval_of, 1, [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)])
+    writer.interval(interval)
+    writer.scalars({"lm loss validation": 1.5}, 4)
+    writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(2, 4.0), (4, 6.0)]
+    assert events.Scalars("lm loss validation")[0].value == 1.5
+    tags = set(events.Tags()["scalars"])
+    assert {"learning-rate", "grad-norm", "loss-scale", "batch-size", "iteration-time", "throughput"} <= tags
+
+
+def test_no_writers_unless_asked_for():
+    assert make_writers(LoggingConfig(), None, {}) == []
