@@ -144,7 +144,7 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_scripts_find_the_standard_library(script, tmp_path):
     """Run as a script, its directory must not hide the module `inspect`."""
     command = [sys.executable, str(ROOT / "tools" / "checkpoint" / script), "--help"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert result.returncode == 0 and "usage" in result.stdout, result.stderr
 

@@ -37,7 +37,7 @@ from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices
-from megatron.core.dist_checkpointing.verify import total_bytes
+from megatron.core.dist_checkpointing.verification import total_bytes
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
