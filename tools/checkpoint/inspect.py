@@ -40,7 +40,7 @@ from megatron.conversion.model_space.source import Shape, TensorInfo  # noqa: E4
 from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify  # noqa: E402
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices  # noqa: E402
-from megatron.core.dist_checkpointing.verify import total_bytes  # noqa: E402
+from megatron.core.dist_checkpointing.verification import total_bytes  # noqa: E402
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
