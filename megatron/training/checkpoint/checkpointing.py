@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
 from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
-from megatron.conversion.model_space.source import Source
+from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args
@@ -126,17 +127,16 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
     for note in check_same_model(run.config.flags(), stored, str(found)):
         logger.info(note)
     model = model_state(run)
-    wanted = dict(model)
     with_optimizer = not (weights_only or config.no_load_optim)
-    if with_optimizer:
-        wanted |= _optimizer_state(run, model, common, found)
-    if not (weights_only or config.no_load_rng) and rng_key(run.ps) in read_metadata(found).objects:
+    wanted = _optimizer_state(run, model, common, found) if with_optimizer else dict(model)
+    in_files = read_metadata(found)
+    if not (weights_only or config.no_load_rng) and rng_key(run.ps) in in_files.objects:
         wanted[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), None)
     objects = load(
         wanted,
         found,
         strictness=config.dist_ckpt_strictness,
-        skip=lambda key: _left_out(key, with_optimizer),
+        skip=lambda key: _left_out(key, with_optimizer, in_files.tensors),
         verify=config.ckpt_verify,
         exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
     ).objects
@@ -159,16 +159,19 @@ def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], 
             f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
             "weights (--finetune)"
         )
-    return run.optimizer.sharded_state_dict(model)
+    return run.optimizer.state_to_load(model)
 
 
-def _left_out(key: str, with_optimizer: bool) -> bool:
+def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
     """Keys of a checkpoint that a load passes over on purpose.
 
-    Generators of other places, an optimizer that is not wanted, and what is there for Megatron-core only.
+    Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of other places, and
+    what is there for Megatron-core only.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
+    if with_optimizer and optimizer_key("param", key) in stored:
+        return True
     return key.startswith("rng_state/") or is_extra_state(key)
 
 

@@ -72,10 +72,7 @@ def load_foreign(run: Run, source: Source, model: ShardedStateDict) -> None:
             f"{source.description} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run "
             "from its weights (--finetune)"
         )
-    wanted = dict(model)
-    if with_optimizer:
-        wanted |= run.optimizer.sharded_state_dict(model)
-    load_from_source(wanted, source)
+    load_from_source(run.optimizer.state_to_load(model) if with_optimizer else model, source)
     if with_optimizer:
         assert training is not None
         state = {"optimizer": {"param_groups": training.param_groups}, "grad_scaler": training.grad_scaler or {}}
