@@ -15,16 +15,16 @@ import torch
 from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.megatron_lm.extra_states import extra_states
 from megatron.conversion.model_space.source import Source, TensorInfo
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
+from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksum_records, checksums_of
 from megatron.core.dist_checkpointing.format.metadata import Location, encode_metadata
 from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem, layout_files, plan_metadata
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, make_plan
-from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint
 from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import common_archive, object_file
-from megatron.core.durable_files import write_durably
+from megatron.core.durable_files import write_flushed
 
 _BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
 
@@ -46,17 +46,17 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
     spec = LocalSpec(tuple(_whole(key, info) for key, info in source.tensors.items()), ())
     (plan,) = make_plan([spec])
     layouts = layout_files(plan, 0, files)
-    save = PendingSave.begin(directory, f"convert-{os.getpid()}", 0, 1)
+    save = PendingCheckpoint.of(directory, f"convert-{os.getpid()}")
     written: dict[str, FileChecksums] = {}
     try:
+        save.begin(sum(layout.size for layout in layouts))
         jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
         run_jobs(jobs, files)
         objects = _write_objects(source, save.pending, files, written)
         metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
-        save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
-    except BaseException as error:
-        save.abandon(str(error))
-        save.forget()
+        save.commit([checksum_records(written)], metadata, common_archive(common_state(source)), {})
+    except BaseException:
+        save.abandon()
         raise
     return []
 
@@ -78,7 +78,7 @@ def _write_objects(
     generators = [ShardedObject(key, read()) for key, read in rng.items()]
     objects = object_file([*extra_states(source.tensors).values(), *generators], 0, files)
     if objects.content:
-        write_durably(directory / objects.name, objects.content)
+        write_flushed(directory / objects.name, objects.content)
         written[objects.name] = checksums_of(objects.content)
     return objects.locations
 

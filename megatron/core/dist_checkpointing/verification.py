@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, OLD_CHECKSUMS
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
+from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums, read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
 from megatron.core.dist_checkpointing.planning.planner import find_fault
 from megatron.core.durable_files import read_json
@@ -55,7 +56,7 @@ def verify(
     try:
         sums = read_checksums(path)
     except CheckpointError as error:
-        if (path / CHECKSUMS).exists():
+        if find_checksums(path) is not None:
             report.problems.append(str(error))
         else:
             report.notes.append(str(error))
@@ -63,7 +64,7 @@ def verify(
     report.has_checksums = True
     if metadata is not None:
         unprotected = metadata.file_sizes().keys() - sums.keys()
-        report.problems += [f"{path / name}: {CHECKSUMS} knows no such file" for name in sorted(unprotected)]
+        report.problems += [f"{path / name}: there are no checksums of it" for name in sorted(unprotected)]
     with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
         for problem in pool.map(lambda name: _check_content(path / name, sums[name], progress), sorted(sums)):
             report.problems += problem
@@ -77,7 +78,7 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     Empty for checkpoints of other programs, which carry no list of their files.
     """
     path, problems = Path(directory), []
-    if not (path / CHECKSUMS).exists():
+    if find_checksums(path) is None:
         return []
     for name, sums in read_checksums(path).items():
         try:
@@ -121,7 +122,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS} | metadata.file_sizes().keys()
+    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS, OLD_CHECKSUMS, LINEAGE} | metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata
