@@ -93,7 +93,8 @@ class Run:
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     saver: CheckpointSaver
-    started: float = field(default_factory=time.monotonic)  # when the program began
+    clock: Callable[[], float] = time.monotonic  # that of --save-interval-secs and --exit-duration-in-mins
+    started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
 from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import Source, optimizer_key
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
+from megatron.core.dist_checkpointing import load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args
-from megatron.training.checkpoint.directory import check_writable, find_checkpoint
-from megatron.training.checkpoint.legacy_save import rewriting_as_legacy
+from megatron.training.checkpoint.directory import find_checkpoint
 from megatron.training.checkpoint.other_formats import load_foreign
-from megatron.training.checkpoint.retention import VALIDATION_LOSS, remove_leftovers
+from megatron.training.checkpoint.retention import VALIDATION_LOSS
+from megatron.training.checkpoint.rewrite import rewriting_as_legacy
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.data.tokenizer import padded_vocab_size
@@ -44,8 +44,8 @@ CONTENT_METADATA = {
 }
 
 
-def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
-    """Save the run under `root` and move the tracker. Collective."""
+def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None) -> None:
+    """Save the run under `root` and move the tracker. Training waits since `since` (time.perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
     state: ShardedStateDict = {**model, **extra_states(model)}
@@ -54,7 +54,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     if not config.no_save_rng:
         state |= _generators(run)
     rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite)
+    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
 
 
 def _generators(run: Run) -> ShardedStateDict:
@@ -147,6 +147,7 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         run.optimizer.reload_model_params(model)
     if not weights_only:
         _take_position(run, common, stored)
+        run.saver.continue_from(found)
         if not with_optimizer:
             run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
@@ -178,17 +179,12 @@ def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
 def prepare_directories(run: Run, source: Source | None) -> tuple[Path | None, bool]:
     """The checkpoint to load and whether only its weights count; (None, False): from scratch, or `source`. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
-    can be written to, and removes what saves and removals that were cut off left there. ValueError for a --load without
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
     a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer: list[tuple[Path | None, bool] | ValueError | None] = [None]
     if run.ps.rank == 0:
         try:
-            if run.config.checkpoint.save is not None:
-                check_writable(run.config.checkpoint.save)
-                clean_up(run.config.checkpoint.save)
-                remove_leftovers(run.config.checkpoint.save)
             answer = [_find(run.config.checkpoint) if source is None else (None, False)]
         except ValueError as error:
             answer = [error]

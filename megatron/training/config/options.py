@@ -209,6 +209,8 @@ class CheckpointConfig:
     """Files that each rank writes at once."""
     ckpt_staging_mem_limit: float | None = flag(None)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
+    ckpt_save_timeout_minutes: float = flag(10.0)
+    """A save fails when no rank has written anything for so long."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, in place of a warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))
