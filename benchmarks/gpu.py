@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.planning.run_plan import plan_run  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
-from megatron.training.reporting.flops import model_flops_per_token  # noqa: E402
+from megatron.planning.costs import model_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 

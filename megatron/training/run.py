@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
@@ -38,18 +39,6 @@ ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
 
 The micro batch is empty on chunks that need no data.
 """
-
-
-@dataclass(frozen=True)
-class ChunkPlace:
-    """Where a pipeline chunk stands."""
-
-    layers: range  # global layer numbers
-    pre_process: bool  # holds the embedding
-    post_process: bool  # holds the output layer
-    ps: ParallelState
-    rng: TensorParallelRng
-    device: torch.device
 
 
 class ModelProvider(Protocol):

@@ -88,7 +88,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--log-loss-scale-to-tensorboard": Accepted(_ALWAYS_LOGGED),
     "--log-learning-rate-to-tensorboard": Accepted(_ALWAYS_LOGGED),
     "--log-batch-size-to-tensorboard": Accepted(_ALWAYS_LOGGED),
-    "--log-world-size-to-tensorboard": Accepted("part of the arguments that are logged once"),
+    "--log-world-size-to-tensorboard": Accepted(_ALWAYS_LOGGED),
     "--no-manual-gc-eval": Accepted("evaluation collects no garbage"),
     "--log-progress": Accepted("consumed samples are in every log line"),
     "--no-barrier-with-level-1-timing": Accepted("timers put no barriers"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.planning.run_plan import activation_memory, plan_run
-from megatron.planning.traffic import Traffic
+from megatron.planning.costs import Traffic
 from megatron.training.config.run_config import parse_args
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
