@@ -66,7 +66,9 @@ def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
         module = run.build_chunk(place)
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]
         bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp.size)
-        yield EmptyChunk(module, len(place.layers), place.pre_process, place.post_process, plan_buffer(specs, bucket_size, shards))
+        yield EmptyChunk(
+            module, len(place.layers), place.pre_process, place.post_process, plan_buffer(specs, bucket_size, shards)
+        )
 
 
 def stored_sizes(chunks: list[EmptyChunk], whole: bool = True) -> Counter[str]:

@@ -15,8 +15,8 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.planning.activation_memory import ActivationMemory
-from megatron.planning.empty_model import EmptyChunk, RunShape, empty_chunks, stored_sizes
 from megatron.planning.costs import TrafficPlan, plan_traffic
+from megatron.planning.empty_model import EmptyChunk, RunShape, empty_chunks, stored_sizes
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,34 @@ class RunPlan:
     num_microbatches: int
     bubble: float
     """Fraction of a step in which a stage waits, if all chunks take equally long: (P - 1) / (m V + P - 1)."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(stage.memory.total for stage in self.stages)
+
+    def table(self) -> str:
+        """What every stage needs, in GB of 10^9 bytes."""
+        memory, traffic = [stage.memory for stage in self.stages], [stage.traffic for stage in self.stages]
+        rows: list[tuple[str, list[float]]] = [
+            ("weights", [m.weights for m in memory]),
+            ("gradients (fp32)", [m.gradients for m in memory]),
+            ("optimizer", [m.optimizer for m in memory]),
+            ("tables", [m.tables for m in memory]),
+            ("activations", [m.activations for m in memory]),
+            ("logits and loss", [m.loss for m in memory]),
+            ("temporary", [m.temporary for m in memory]),
+            ("total memory", [m.total for m in memory]),
+            ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
+            ("sent per step: TP", [t.tp.wire for t in traffic]),
+            ("sent per step: PP", [t.pp.wire for t in traffic]),
+            ("sent per step: DP", [t.dp.wire for t in traffic]),
+            ("sent: tied embedding", [t.embedding.wire for t in traffic]),
+        ]
+        lines = ["GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)]
+        lines += [f"  {name:23}" + "".join(f"{v / 1e9:>9.2f}" for v in values) for name, values in rows if any(values)]
+        lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages))
+        return "\n".join(lines)
 
 
 def plan_run(run: RunShape, world_size: int) -> RunPlan:

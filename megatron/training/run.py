@@ -83,6 +83,8 @@ class Run:
     flops_per_token: float
     saver: CheckpointSaver
     started: float = field(default_factory=time.monotonic)  # when the program began
+    loaded: str | None = None  # the checkpoint that it goes on from
+    exit_reason: str | None = None  # why it ended before it was complete
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)

@@ -37,8 +37,8 @@ from megatron.training.reporting import console
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm
 from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.summary import reporting
 from megatron.training.reporting.timers import Timers
-from megatron.training.reporting.writers import make_writers
 from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
 logger = logging.getLogger(__name__)
@@ -73,14 +73,12 @@ def pretrain(
         run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
-    writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
-    if not config.training.skip_train:
-        train(run, data, writers)
-    _evaluate_at_the_end(run, data, writers)
-    if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
-        save_hf(run)
-    for writer in writers:
-        writer.close()
+    with reporting(run, model_provider, writers) as writers:
+        if not config.training.skip_train:
+            train(run, data, writers)
+        _evaluate_at_the_end(run, data, writers)
+        if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
+            save_hf(run)
     data.close()
     return run
 
@@ -182,6 +180,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _report_saves(run, writers)
     gc.enable()
     if leave is not None:
+        run.exit_reason = leave.reason
         logger.info(f"exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
@@ -250,7 +249,10 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
 
 def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
-    fields = as_fields(interval) | {"train_iters": run.train_iters, "eta_seconds": interval.seconds_to_go(run.train_iters)}
+    fields = as_fields(interval) | {
+        "train_iters": run.train_iters,
+        "eta_seconds": interval.seconds_to_go(run.train_iters),
+    }
     console.report(log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
@@ -287,7 +289,3 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
         if training.skip_train or not _is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)
-
-
-def _flag_writers(run: Run) -> list[Writer]:
-    return make_writers(run.config.logging, run.config.checkpoint.save, run.config.flags())

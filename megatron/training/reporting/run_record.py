@@ -90,7 +90,9 @@ class Start:
     @property
     def ended(self) -> float:
         """When it was last heard of."""
-        return max(row["time"] for row in [self.start, *self.intervals, *self.points, *([self.end] if self.end else [])])
+        return max(
+            row["time"] for row in [self.start, *self.intervals, *self.points, *([self.end] if self.end else [])]
+        )
 
 
 def read_record(save: str | Path) -> list[Start]:

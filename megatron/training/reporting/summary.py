@@ -1,19 +1,34 @@
-"""What a run is, told before its first iteration: the summary, and all arguments in Megatron-LM's form."""
+"""What a run is: told before its first iteration, and recorded from its first line to its end."""
 
 from __future__ import annotations
 
+import logging
 import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron import __version__
-from megatron.core.parallel_state import ParallelState
+from megatron.core.durable_files import write_json
+from megatron.core.utils import size_text
 from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.run_config import Config
-from megatron.training.run import ModelProvider
+from megatron.training.reporting import console
+from megatron.training.reporting.logging import Writer
+from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
+from megatron.training.reporting.writers import RecordWriter, make_writers
+from megatron.training.run import ModelProvider, Run
+
+logger = logging.getLogger(__name__)
+
+JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
 
 
 def run_shape(config: Config, world_size: int, model_provider: ModelProvider) -> RunShape:
@@ -54,13 +69,71 @@ def summarize(
         "length": _length(config),
         "start": start,
         "memory": memory_of(plan),
-        "checkpoint": f"{plan.checkpoint_bytes / 1e9:.2f} GB"
+        "checkpoint": size_text(plan.checkpoint_bytes)
         + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
         topics.pop("stage 0")
     return {topic: text for topic, text in topics.items() if text}
+
+
+@contextmanager
+def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[list[Writer]]:
+    """Where the run reports to while the block runs: on rank 0 `writers` and those of the flags, elsewhere nothing.
+
+    Tells what the run is before, and records how it ended after.
+    """
+    if run.ps.rank > 0:
+        yield []
+        return
+    config, flags = run.config, run.config.flags()
+    start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
+    topics = summarize(config, run.ps.world_size, model_provider, run.device, start)
+    console.report(as_lines(topics), event="start", **topics)
+    if config.logging.print_args:
+        console.report(
+            arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()}
+        )
+    everything = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
+    record = RunRecord(config.checkpoint.save) if config.checkpoint.save is not None else None
+    if record is not None:
+        everything.append(RecordWriter(record))
+        _record_start(run, record, topics)
+    ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
+    try:
+        yield everything
+        ended = {"reason": run.exit_reason or "complete", "failed": False}
+    except BaseException as error:
+        ended["reason"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if record is not None:
+            record.write("end", iteration=run.state.iteration, **ended)
+        for writer in everything:
+            writer.close()
+
+
+def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
+    config, now = run.config, time.time()
+    assert config.checkpoint.save is not None
+    start = {
+        "command": sys.argv,
+        "began": round(now - (time.monotonic() - run.started), 3),  # of the program
+        "iteration": run.state.iteration,
+        "consumed_samples": run.state.consumed_train_samples,
+        "loaded": run.loaded,
+        "train_iters": run.train_iters,
+        "world_size": run.ps.world_size,
+        "layout": layout_name(config, run.ps.world_size),
+        "summary": topics,
+    }
+    record.write("start", **start)
+    arguments = {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in config.flags().items()}
+    try:
+        write_json(Path(config.checkpoint.save) / RUN_FILE, finite({**start, "arguments": arguments}))
+    except OSError as error:
+        logger.warning(f"{RUN_FILE} could not be written: {error}")
 
 
 def as_lines(topics: dict[str, str]) -> str:
@@ -99,7 +172,7 @@ def amount(count: float) -> str:
 
 
 def memory_of(plan: RunPlan) -> str:
-    """The fullest rank's share, in GB of 10^9 bytes."""
+    """The fullest rank's share."""
     memory = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
     parts = {
         "weights": memory.weights,
@@ -107,8 +180,8 @@ def memory_of(plan: RunPlan) -> str:
         "optimizer": memory.optimizer,
         "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
     }
-    shares = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    return f"{memory.total / 1e9:.2f} GB planned on the fullest rank ({shares})"
+    shares = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    return f"{size_text(memory.total)} planned on the fullest rank ({shares})"
 
 
 def _model(config: Config) -> str:
@@ -130,14 +203,15 @@ def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
     ranks = f"rank {rank}" if size == 1 else f"ranks {rank * size}-{(rank + 1) * size - 1}"
     return (
         f"{ranks}: layers {', '.join(chunks) or 'none'}{''.join(ends)}; {amount(stage.num_parameters)} parameters, "
-        f"{stage.memory.total / 1e9:.2f} GB on each"
+        f"{size_text(stage.memory.total)} on each"
     )
 
 
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory / 1e9:.0f} GB,"
-    return f"CPU with {torch.get_num_threads()} threads"
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)} with {size_text(memory)}"
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def _precision(config: Config) -> str:
@@ -152,5 +226,3 @@ def _length(config: Config) -> str:
     assert training.train_iters is not None and training.global_batch_size is not None
     tokens = training.train_iters * training.global_batch_size * seq
     return f"{training.train_iters} iterations = {amount(tokens)} tokens"
-
-
