@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.training.checkpoint.directory import iteration_directory
+from megatron.training.checkpoint.directory import iteration_directory, iteration_of
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
+from megatron.training.reporting import console
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +189,15 @@ class CheckpointSaver:
             if report.error is None:
                 report.blocking += self._waited
                 self.expected_seconds = report.total
-                self._parent, self._last_failure = int(report.directory.name.removeprefix("iter_")), None
                 self._committed.append(report)
+                self._parent, self._last_failure = iteration_of(report.directory), None
+                console.report(  # in Megatron-LM's words, which other programs wait for
+                    f"  successfully saved checkpoint from iteration {self._parent:7d} to {report.directory.parent}",
+                    event="save",
+                    directory=str(report.directory),
+                    iteration=self._parent,
+                    **scalars(report),
+                )
                 logger.info(f"saved {report.directory} {describe(report)}")
                 for level, text in self._removals:
                     logger.log(level, text)
