@@ -9,6 +9,7 @@ for the old owner as soon as a successor has taken over, wherever it was stopped
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.lineage import read_lineage
-from megatron.core.durable_files import REPLACED, fsync_directory, fsync_file, remove, restore_replaced
+from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
 _GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"
 _OWNER = "owner.json"
@@ -49,24 +50,19 @@ class Generation(NamedTuple):
         checkpoint that they were about to replace gets its name back.
         """
         token = secrets.token_hex(8)
-        numbers = [0, *_generations(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
-        number = max(numbers) + 1
         content = {"token": token, "since": datetime.now(UTC).isoformat(timespec="seconds"), **owner}
         claim = root / f"{_CLAIM}{token}"
-        claim.mkdir()
-        (claim / _OWNER).write_text(json.dumps(content))
-        fsync_file(claim / _OWNER)
         while True:
-            generation = cls(root, number, token)
+            numbers = [0, *_generations(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
+            generation = cls(root, max(numbers) + 1, token)
             try:
+                claim.mkdir(exist_ok=True)
+                write_flushed(claim / _OWNER, json.dumps(content).encode())
                 os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
                 break
-            except FileExistsError:
-                number += 1
-            except OSError:
-                if not generation.directory.exists():
+            except OSError as error:  # another start took this number, or has cleared our claim away
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) or not root.is_dir():
                     raise
-                number += 1
         fsync_directory(root)
         generation._revoke_older()
         return generation
@@ -102,8 +98,7 @@ class Generation(NamedTuple):
         """Name the latest checkpoint, durably; call it when that is committed, never before."""
         with self.fenced():
             ours = self.directory / TRACKER
-            ours.write_text(str(iteration))
-            fsync_file(ours)
+            write_flushed(ours, str(iteration).encode())
             os.rename(ours, self.root / TRACKER)
             fsync_directory(self.root)
 
@@ -125,6 +120,8 @@ class Generation(NamedTuple):
                 with contextlib.suppress(FileNotFoundError):  # another start was faster
                     os.rename(old, self.root / f"{_REVOKED}{number:07d}-{self.token}")
         fsync_directory(self.root)
+        for claim in self.root.glob(f"{_CLAIM}*"):
+            remove(claim)
         for revoked in sorted(self.root.glob(f"{_REVOKED}*")):
             for path in revoked.glob(f"{REPLACED}*"):
                 restore_replaced(path, self.root)

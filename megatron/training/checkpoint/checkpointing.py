@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
 from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import Source, optimizer_key
+from megatron.conversion.open_checkpoint import locate
 from megatron.core.dist_checkpointing import load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args
@@ -114,6 +115,9 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
     found, weights_only = prepare_directories(run, source)
     if source is not None:
         load_foreign(run, source, model_state(run))
+        assert run.config.checkpoint.load is not None
+        if not run.config.checkpoint.finetune:
+            run.saver.continue_from(locate(Path(run.config.checkpoint.load), run.config.checkpoint.ckpt_step))
         return
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
