@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.dist_checkpointing.files import fsync_directory, naming
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
@@ -65,6 +66,20 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): it is damaged or no such file") from error
+
+
+def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
+    """Files of torch.save below `directory` that are missing or damaged, as far as their structure tells."""
+    faults = []
+    for path in paths:
+        if not path.is_file():
+            faults.append(f"{path.relative_to(directory)} is missing")
+            continue
+        try:
+            safe_open(path)  # the directory of an archive is at its end
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:

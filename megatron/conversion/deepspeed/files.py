@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 
 from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
+from megatron.conversion.files import archive_faults
 from megatron.conversion.model_space.source import Shape
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing import CheckpointError, safe_load
 
 LATEST = "latest_universal"
 ZERO = "zero"
@@ -29,11 +31,35 @@ def model_state_name(rank: int) -> str:
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 
+def read_latest(root: Path) -> str | None:
+    """The directory that `latest_universal` in `root` names; None without that file, CheckpointError for a bad name."""
+    path = root / LATEST
+    try:
+        name = path.read_bytes().decode("utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if re.fullmatch(r"[\w.-]+", name) is None or not name.strip("."):
+        raise CheckpointError(f"{path}: {name[:40]!r} is no name of a directory")
+    return name
+
+
 def find_universal(directory: Path) -> Path | None:
     """The universal directory at, or named in, `directory`; None where there is none."""
-    if (directory / LATEST).is_file():
-        directory = directory / (directory / LATEST).read_text().strip()
-    return directory if (directory / ZERO).is_dir() else None
+    tag = read_latest(directory)
+    found = directory if tag is None else directory / tag
+    return found if (found / ZERO).is_dir() else None
+
+
+def universal_faults(directory: Path) -> list[str]:
+    """Files that are missing or truncated. Raises CheckpointError for other damage."""
+    states = [f"{folder.name}/{name}" for folder in _parameter_folders(directory) for name in STATE_FILES.values()]
+    model_states = sorted(directory.glob("mp_rank_*_model_states.pt"))
+    files = [directory / ZERO / name for name in states] + (model_states or [directory / model_state_name(0)])
+    return archive_faults(files, directory)
+
+
+def _parameter_folders(directory: Path) -> list[Path]:
+    return sorted(path for path in (directory / ZERO).iterdir() if path.is_dir())
 
 
 class UniversalFiles:
@@ -51,7 +77,7 @@ class UniversalFiles:
         self.state: dict[str, Any] = dict(safe_load(states[0]))
         namespace = vars(self.state.pop("args")) if "args" in self.state else {}
         self.arguments = read_args(namespace, self.description) if namespace else {}
-        folders = sorted(path.name for path in (found / ZERO).iterdir() if path.is_dir())
+        folders = [path.name for path in _parameter_folders(found)]
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
         self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}
 

@@ -34,7 +34,7 @@ from megatron.conversion.megatron_lm.extra_states import is_extra_state
 from megatron.conversion.model_space.load_plan import plan_load
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint
+from megatron.conversion.open_checkpoint import detect, find_checkpoint, is_torch_dist, named_checkpoint, open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices
 from megatron.core.dist_checkpointing.verification import total_bytes
@@ -187,7 +187,8 @@ def verify_target(root: Path, step: int | None) -> Path:
     """The directory to verify, even if what is missing is that by which a checkpoint is recognised."""
     if any(root.glob("*.distcp")):
         return root
-    path = locate(root, step)
+    named, _ = named_checkpoint(root, step)
+    path = named if named is not None and any(named.glob("*.distcp")) else locate(root, step)[0]
     if not (is_torch_dist(path) or any(path.glob("*.distcp"))):
         raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist has what it takes to verify it")
     return path
