@@ -98,7 +98,7 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
     reason = reason or "there is no tracker file"
     for directory in others:
         if fault(directory) is None:
-            note = f"warning: {reason}: taking {directory}, the newest complete checkpoint"
+            note = f"{reason}: taking {directory}, the newest complete checkpoint"
             return Found(directory, detect(directory, loader), note)
     raise NoCheckpointError(f"{root}: {reason}; {_listed(root)}")
 
@@ -135,6 +135,10 @@ def newest_first(root: Path) -> list[Path]:
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("iter_"))
 
 
 def saved_iterations(root: str | Path) -> list[int]:
@@ -177,8 +181,8 @@ def detect(directory: Path, loader: str = "auto") -> str:
     return formats[0]
 
 
-def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
-    """The checkpoint that `root` means as a `Source`."""
+def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> Found:
+    """As `find_checkpoint`, but NoCheckpointError where there is none, and the note is logged: for tools."""
     found = find_checkpoint(root, step, loader)
     if found is None:
         there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
@@ -187,7 +191,12 @@ def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, h
         )
     if found.note is not None:
         logger.warning(found.note)
-    return open_found(found, hints)
+    return found
+
+
+def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
+    """The checkpoint that `root` means as a `Source`."""
+    return open_found(require_checkpoint(root, step, loader), hints)
 
 
 def open_found(found: Found, hints: Hints | None = None) -> Source:

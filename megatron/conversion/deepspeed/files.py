@@ -52,10 +52,9 @@ def find_universal(directory: Path) -> Path | None:
 
 def universal_faults(directory: Path) -> list[str]:
     """Files that are missing or truncated. Raises CheckpointError for other damage."""
-    states = [f"{folder.name}/{name}" for folder in _parameter_folders(directory) for name in STATE_FILES.values()]
-    model_states = sorted(directory.glob("mp_rank_*_model_states.pt"))
-    files = [directory / ZERO / name for name in states] + (model_states or [directory / model_state_name(0)])
-    return archive_faults(files, directory)
+    required = {folder / name for folder in _parameter_folders(directory) for name in STATE_FILES.values()}
+    files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
+    return archive_faults(sorted(files), directory)
 
 
 def _parameter_folders(directory: Path) -> list[Path]:

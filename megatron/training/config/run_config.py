@@ -30,6 +30,7 @@ from megatron.training.config.options import (
 from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule
 from megatron.training.data.samplers import DataLoaderConfig
 from megatron.training.data.tokenizer import TokenizerConfig
+from megatron.training.launch.initialize import environment_world_size, join
 
 
 @dataclass
@@ -134,6 +135,8 @@ def parse_args(argv: Sequence[str], world_size: int) -> Config:
     given, ignored = parse_flags(flag_parser(), argv)
     notes = [f"accepted without effect: {', '.join(dict.fromkeys(ignored))}"] if ignored else []
     if given.get("use_checkpoint_args"):
+        if environment_world_size() > 1:  # which checkpoint that is, rank 0 decides for all
+            join(build(DistributedConfig, given))
         given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
         notes += changes
     config = make_config(given, world_size)
