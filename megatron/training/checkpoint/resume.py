@@ -144,6 +144,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         if not with_optimizer:
             run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
+    run.loaded = str(found)
     logger.info(f"loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - began:.2f} s")
 
 
@@ -229,6 +230,7 @@ def load_foreign(run: Run, source: Source, weights_only: bool, model: ShardedSta
             training.num_floating_point_operations_so_far,
         )
         seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
+    run.loaded = source.description
     what = "weights and optimizer" if with_optimizer else "weights"
     logger.info(
         f"loaded {what} of {source.description} at iteration {run.state.iteration} in "
