@@ -109,7 +109,7 @@ def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num
     numel = sum(chunk.numel for chunk in chunks)
     shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
     activations = activation_memory(config)
-    peak = _peak(activations, ps, chunks, num_microbatches)
+    peak = _peak(activations, ps, chunks, num_microbatches, config.parallel.microbatch_group_size_per_vp_stage)
     memory = MemoryPlan(
         weights=numel * config.model.params_dtype.itemsize,
         gradients=numel * 4,
@@ -139,14 +139,20 @@ class _Moment(NamedTuple):
         return self.activations + self.loss + self.temporary
 
 
-def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> _Moment:
+def _peak(
+    activations: ActivationMemory,
+    ps: ParallelState,
+    chunks: list[EmptyChunk],
+    num_microbatches: int,
+    group_size: int | None,
+) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.num_layers) for chunk in chunks]
     backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()
-    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches):
+    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size):
         if tick.action is None:
             continue
         chunk = tick.action.chunk

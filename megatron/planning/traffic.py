@@ -48,7 +48,9 @@ def plan_traffic(
     config: Config, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
 ) -> TrafficPlan:
     """Of a step of `microbatches` on the rank of `ps`, whose model is `chunks`."""
-    sends = sum(tick.send is not None for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches))
+    group_size = config.parallel.microbatch_group_size_per_vp_stage
+    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches, group_size=group_size)
+    sends = sum(tick.send is not None for tick in ticks)
     return TrafficPlan(
         tp=_tensor_parallel(config, chunks, activations, microbatches),
         pp=Traffic(ps.pp.size, send=sends * activations.residual),
