@@ -112,7 +112,7 @@ def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num
     peak = _peak(activations, ps, chunks, num_microbatches, config.parallel.microbatch_group_size_per_vp_stage)
     memory = MemoryPlan(
         weights=numel * config.model.params_dtype.itemsize,
-        gradients=numel * 4,
+        gradients=_gradient_bytes(config, numel, numel // shards),
         optimizer=numel // shards * _optimizer_bytes(config, main_parameters=config.model.params_dtype.itemsize < 4),
         tables=len(chunks) * activations.tables,
         activations=peak.activations,
@@ -124,6 +124,12 @@ def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(config, ps, chunks, activations, num_microbatches)
     return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
+
+
+def _gradient_bytes(config: Config, numel: int, shard: int) -> int:
+    """Of the buffer, and of the fp32 copy of a rank's reduced shard where the buffer is not fp32."""
+    itemsize = config.ddp.grad_dtype(config.model.params_dtype).itemsize
+    return numel * itemsize + (shard * 4 if itemsize < 4 else 0)
 
 
 class _Moment(NamedTuple):

@@ -2,7 +2,7 @@
 
 Per micro batch and layer, two sums over TP forward and two backward (Shoeybi et al. 2019); under sequence parallelism
 each becomes a gather and a scatter, and the inputs of the column-parallel layers are gathered once more in backward
-(Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces fp32 gradients and gathers parameters.
+(Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces gradients and gathers parameters.
 Left out are scalars, the loss's two numbers per token, and gradients of norms.
 """
 
@@ -81,9 +81,10 @@ def _data_parallel(config: Config, chunks: list[EmptyChunk], size: int) -> Traff
     if size == 1:
         return Traffic(1)
     numel = sum(chunk.numel for chunk in chunks)
+    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * numel
     if not config.ddp.use_distributed_optimizer:
-        return Traffic(size, all_reduce=4 * numel)
-    return Traffic(size, all_gather=config.model.params_dtype.itemsize * numel, reduce_scatter=4 * numel)
+        return Traffic(size, all_reduce=gradients)
+    return Traffic(size, all_gather=config.model.params_dtype.itemsize * numel, reduce_scatter=gradients)
 
 
 def _tied_embedding(config: Config, chunks: list[EmptyChunk], dp_size: int) -> Traffic:
