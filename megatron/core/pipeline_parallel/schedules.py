@@ -98,6 +98,12 @@ def schedule(
         yield Tick(clock, phase, action, send, arrivals.get(clock))
 
 
+def groups_fit(num_microbatches: int, pp_size: int, group_size: int) -> bool:
+    """Whether no group of the interleaved schedule is smaller than the pipeline, in which case it would run dry."""
+    rest = num_microbatches % group_size
+    return group_size >= pp_size and (rest == 0 or rest >= pp_size)
+
+
 def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Message | None:
     """Where the result of `action` goes; None at the end of the model (forward) or its beginning (backward).
 
@@ -182,7 +188,7 @@ def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: in
             f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
             "the pipeline: the first stage would wait for the last one"
         )
-    if vpp_size > 1 and 0 < num_microbatches % group_size < pp_size:
+    if vpp_size > 1 and not groups_fit(num_microbatches, pp_size, group_size):
         raise ValueError(
             f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups of {group_size}, of "
             f"which the last may be smaller, but not than the {pp_size} stages: {num_microbatches} microbatches leave "
