@@ -59,14 +59,6 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
-    """Raises ValueError, naming the file, for a file that is no JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): it is damaged or no such file") from error
-
-
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
     """Run independent jobs on `workers` threads; the first error stops the rest.
 

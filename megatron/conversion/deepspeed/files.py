@@ -16,6 +16,8 @@ import torch
 from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
 from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.format.input_files import read_regular
+from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 
 LATEST = "latest_universal"
@@ -31,8 +33,10 @@ def model_state_name(rank: int) -> str:
 
 def find_universal(directory: Path) -> Path | None:
     """The universal directory at, or named in, `directory`; None where there is none."""
-    if (directory / LATEST).is_file():
-        directory = directory / (directory / LATEST).read_text().strip()
+    latest = directory / LATEST
+    if latest.is_file():
+        name = read_regular(latest, limit=4096).decode(errors="replace").strip()
+        directory = directory / file_name(name, f"{latest}: the name in it")
     return directory if (directory / ZERO).is_dir() else None
 
 

@@ -19,6 +19,7 @@ from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config,
 from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.files import naming
+from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
@@ -45,7 +46,7 @@ def write_universal(
     names = {key: writer.style.of(key, writer.config) for key in writer.shapes}
     make_empty_directory(directory)
     training = source.training or TrainingState()
-    target = directory / f"global_step{training.iteration}_universal"
+    target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
     (target / ZERO).mkdir(parents=True)
     jobs = [partial(writer.write_parameter, target / ZERO / name, key, progress) for key, name in names.items()]
     run_jobs(jobs, options.workers)

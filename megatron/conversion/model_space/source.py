@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.core.dist_checkpointing.format.schema import COUNT, anything, mapping, number, optional, record, sequence
+
 Shape = tuple[int, ...]
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
@@ -36,9 +38,24 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+TRAINING_STATE = record(
+    {
+        "iteration?": COUNT,
+        "consumed_train_samples?": COUNT,
+        "consumed_valid_samples?": COUNT,
+        "num_floating_point_operations_so_far?": number(0),
+        "param_groups?": optional(sequence(mapping(anything))),
+        "scheduler?": optional(mapping(anything)),
+        "grad_scaler?": optional(mapping(anything)),
+        "rng?": mapping(anything),
+    },
+    closed=True,
+)
+
+
 @dataclass
 class TrainingState:
-    """What a run needs besides tensors. Counters are in iterations and samples."""
+    """What a run needs besides tensors. Counters are in iterations and samples; CheckpointError for any other value."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -49,6 +66,9 @@ class TrainingState:
     grad_scaler: dict[str, Any] | None = None
     # Read when called, by the key that the object has in torch_dist. Only the same layout can use it.
     rng: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TRAINING_STATE(vars(self), "the training state")
 
 
 class Source(Protocol):

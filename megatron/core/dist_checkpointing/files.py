@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 
@@ -93,16 +91,6 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Whether `directory` holds a committed torch_dist checkpoint (its files are not looked into)."""
     path = Path(directory)
     return (path / METADATA).is_file() and (path / METADATA_JSON).is_file()
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None without the file."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not intact JSON: {error}") from error
 
 
 def pending_directory(directory: Path, save_id: str) -> Path:

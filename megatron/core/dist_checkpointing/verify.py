@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, read_json
+from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
@@ -97,7 +98,9 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
     except CheckpointError as error:
         report.problems.append(str(error))
     try:
-        if read_json(path / METADATA_JSON) is None:
+        if (path / METADATA_JSON).exists():
+            read_json(path / METADATA_JSON)
+        else:
             report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
     except CheckpointError as error:
         report.problems.append(str(error))
