@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +98,7 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
 
 
-def run(args: argparse.Namespace, given: dict[str, Any], notes: list[str]) -> Outcome:
+def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None) -> Outcome:
     options = Options(
         args.target_tensor_parallel_size,
         args.target_pipeline_parallel_size,
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace, given: dict[str, Any], notes: list[str]) -> Ou
         args.workers,
         args.universal_style,
         args.target_qkv_blocks,
-        note=notes.append,
+        note=note,
     )
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     with tqdm(unit="B", unit_scale=True, desc=f"-> {args.saver}", file=sys.stderr) as bar:
@@ -143,7 +144,7 @@ def main() -> None:
     try:
         args, given = parse(sys.argv[1:])
         notes: list[str] = []
-        outcome = run(args, given, notes)
+        outcome = run(args, given, notes.append)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
     except SystemExit as error:
