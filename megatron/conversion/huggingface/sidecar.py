@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import write_json
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import (
@@ -27,6 +26,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
 from megatron.core.dist_checkpointing.format.schema import anything, file_name, mapping, record, sequence
+from megatron.core.durable_files import write_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar

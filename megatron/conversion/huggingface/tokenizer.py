@@ -13,11 +13,11 @@ from typing import Any
 
 import sentencepiece
 
-from megatron.conversion.files import committed, write_json
 from megatron.conversion.huggingface.sentencepiece import sentencepiece_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.input_files import named_file, parse_json, read_json, read_regular
 from megatron.core.dist_checkpointing.format.schema import anything, integer, mapping, record, sequence, shown
+from megatron.core.durable_files import committed, write_json
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each alone makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

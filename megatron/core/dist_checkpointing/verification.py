@@ -98,11 +98,10 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
     except CheckpointError as error:
         report.problems.append(str(error))
     try:
-        if (path / METADATA_JSON).exists():
-            read_json(path / METADATA_JSON)
-        else:
-            report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
-    except CheckpointError as error:
+        read_json(path / METADATA_JSON)
+    except FileNotFoundError:
+        report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    except ValueError as error:
         report.problems.append(str(error))
     if (path / COMMON).exists():
         try:

@@ -42,12 +42,8 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file. Raises CheckpointError naming the file for anything else."""
-    where = printable(str(path))
-    try:
-        return parse_json(read_regular(path), where)
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+    """The content of a JSON file. Raises CheckpointError naming the file for anything else, OSError without it."""
+    return parse_json(read_regular(path), printable(str(path)))
 
 
 def parse_json(content: bytes, where: str, **options: Any) -> Any:
