@@ -12,7 +12,6 @@ from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
 from megatron.core.dist_checkpointing.format.schema import file_name, mapping, record
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.durable_files import read_json
 
 
 class TensorFile(Protocol):
