@@ -16,22 +16,16 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.source import (
-    TRAINING_STATE,
-    Shape,
-    Source,
-    TensorInfo,
-    TrainingState,
-    optimizer_key,
-)
+from megatron.conversion.model_space.schemas import ARGUMENTS, TRAINING_STATE
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
-from megatron.core.dist_checkpointing.format.schema import anything, file_name, mapping, record, sequence
+from megatron.core.dist_checkpointing.format.schema import file_name, record, sequence
 from megatron.core.durable_files import write_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar
 _TUPLES = ("window_size", "betas")  # JSON has lists only
-_SCHEMA = record({"files": sequence(file_name), "training": TRAINING_STATE, "args": mapping(anything)})
+_SCHEMA = record({"files": sequence(file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import torch
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
-from megatron.core.dist_checkpointing.format.schema import file_name, mapping, record
+from megatron.core.dist_checkpointing.format.schema import anything, file_name, key, mapping, record
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 
 
@@ -24,7 +24,7 @@ class TorchFile:
     """`pytorch_model.bin` of old repositories, read without running anything."""
 
     def __init__(self, path: Path) -> None:
-        state = safe_load(path)
+        state = mapping(anything, keys=key)(safe_load(path), str(path))
         self._state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
@@ -32,7 +32,7 @@ class TorchFile:
         return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
 
 
-_INDEX = record({"weight_map": mapping(file_name)})
+_INDEX = record({"weight_map": mapping(file_name, keys=key)})
 _KINDS = (("model.safetensors", SafetensorsFile), ("pytorch_model.bin", TorchFile))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import COUNT, anything, mapping, number, optional, record, sequence
+from megatron.conversion.model_space.schemas import TRAINING_STATE
 
 Shape = tuple[int, ...]
 
@@ -36,21 +36,6 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-TRAINING_STATE = record(
-    {
-        "iteration?": COUNT,
-        "consumed_train_samples?": COUNT,
-        "consumed_valid_samples?": COUNT,
-        "num_floating_point_operations_so_far?": number(0),
-        "param_groups?": optional(sequence(mapping(anything))),
-        "scheduler?": optional(mapping(anything)),
-        "grad_scaler?": optional(mapping(anything)),
-        "rng?": mapping(anything),
-    },
-    closed=True,
-)
 
 
 @dataclass

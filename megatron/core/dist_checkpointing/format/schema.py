@@ -105,12 +105,12 @@ def optional(check: Check) -> Check:
     return lambda value, where: value if value is None else check(value, where)
 
 
-def sequence(check: Check, limit: int = 10**7) -> Check:
-    """A list or tuple of at most `limit` entries."""
+def sequence(check: Check, limit: int = 10**7, least: int = 0) -> Check:
+    """A list or tuple of `least` to `limit` entries."""
 
     def check_all(value: Any, where: str) -> Any:
-        if not isinstance(value, list | tuple) or len(value) > limit:
-            refuse(where, value, f"a list of at most {limit} entries")
+        if not isinstance(value, list | tuple) or not least <= len(value) <= limit:
+            refuse(where, value, f"a list of {least} to {limit} entries")
         for index, item in enumerate(value):
             check(item, f"{where}[{index}]")
         return value
@@ -150,6 +150,12 @@ def record(fields: Mapping[str, Check], closed: bool = False) -> Check:
         return value
 
     return check_fields
+
+
+def key(value: Any, where: str) -> Any:
+    """The name of a tensor or an object: a terminal prints it as it is."""
+    text(1024)(value, where)
+    return value if value.isprintable() else refuse(where, value, "a printable name")
 
 
 def file_name(value: Any, where: str) -> Any:
