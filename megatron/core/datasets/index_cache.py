@@ -96,7 +96,10 @@ def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: boo
     for key, array in arrays.items():
         with committed(f"{stem}-{key}.npy", replace) as temporary, temporary.open("wb") as file:
             np.save(file, array, allow_pickle=False)
-    record = {"description": description, "arrays": {key: digest_of_array(array) for key, array in arrays.items()}}
+    record: dict[str, Any] = {
+        "description": description,
+        "arrays": {key: digest_of_array(array) for key, array in arrays.items()},
+    }
     record["digest"] = digest_of(record)
     with committed(_record_path(stem), replace) as temporary:
         temporary.write_text(json.dumps(record, indent=1))

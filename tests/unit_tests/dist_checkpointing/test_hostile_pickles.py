@@ -69,17 +69,17 @@ def text(value: str) -> bytes:
 
 
 SHARED = doubled(60).removeprefix(PROTO)
-DEEP = b")" + b"\x85" * 100_000
-BIG_LIST = b"](" + b"N" * 200_000 + b"e\x94"
+DEEP = b")" + b"\x85" * 40_000
+BIG_LIST = b"](" + b"N" * 50_000 + b"e\x94"
 PAYLOADS = {
-    "deep tuple as a key": as_key(deep(b"\x85", 100_000)),
-    "deep tuple in a set": member(deep(b"\x85", 100_000)),
-    "deep tuple in a frozenset": b"(" + deep(b"\x85", 100_000).removeprefix(PROTO) + b"\x91.",
+    "deep tuple as a key": as_key(deep(b"\x85", 40_000)),
+    "deep tuple in a set": member(deep(b"\x85", 40_000)),
+    "deep tuple in a frozenset": b"(" + deep(b"\x85", 40_000).removeprefix(PROTO) + b"\x91.",
     "deep tuple in set()": call("builtins", "set", b"](" + DEEP + b"e\x85") + b".",
     "deep tuple in OrderedDict()": call("collections", "OrderedDict", b"](](" + DEEP + b"Neae\x85") + b".",
-    "deep tuple": deep(b"\x85", 200_000) + b".",
-    "deep list": b"]" * 200_000 + b"a" * 199_999 + b".",
-    "nested slice": b"cbuiltins\nslice\nq\x000K\x00" + b"q\x01" + b"0h\x00h\x01\x85Rq\x01" * 100_000 + b"h\x01.",
+    "deep tuple": deep(b"\x85", 50_000) + b".",
+    "deep list": b"]" * 50_000 + b"a" * 49_999 + b".",
+    "nested slice": b"cbuiltins\nslice\nq\x000K\x00" + b"q\x01" + b"0h\x00h\x01\x85Rq\x01" * 40_000 + b"h\x01.",
     "memo index": b"Nr\xff\xff\xff\x3f.",
     "memo index as text": b"Np1073741823\n.",
     "shared tuples": doubled(60) + b".",
@@ -99,23 +99,23 @@ PAYLOADS = {
     "bytearray of a number": call("builtins", "bytearray", b"J\xff\xff\xff\x7f\x85") + b".",
     "array of a number": call("numpy.core.multiarray", "_reconstruct", b")")
     + b"(K\x01K\x01\x85" + call("numpy", "dtype", b"U\x02u1\x85").replace(b"R", b"\x81") + b"\x89J\xff\xff\xff\x7ftb.",
-    "complex of text": call("builtins", "complex", text("1" * 200_000) + b"\x85") + b".",
+    "complex of text": call("builtins", "complex", text("1" * 50_000) + b"\x85") + b".",
     "announced bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b".",
     "announced bytearray": b"\x96" + struct.pack("<Q", 1 << 40) + b".",
     "announced text": b"\x8d" + struct.pack("<Q", 1 << 62) + b".",
     "announced int": b"\x8b\xff\xff\xff\x7f.",
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
     "a list copied again and again": BIG_LIST + b"0(" + call("collections", "deque", b"h\x00\x85") * 20_000 + b"t.",
-    "a text copied again and again": text("a" * 200_000) + b"\x940("
+    "a text copied again and again": text("a" * 50_000) + b"\x940("
     + call("_codecs", "encode", b"h\x00U\x06latin1\x86") * 20_000 + b"t.",
-    "classes": b"(" + b"".join(b"ca\nb%d\n" % n for n in range(100_000)) + b"t.",
-    "one class again and again": b"(" + b"ca\nb\n" * 100_000 + b"t.",
-    "instances": b"cx\nX\n\x940(" + b"h\x00)\x81" * 200_000 + b"t.",
-    "dictionaries": b"(" + b"}" * 500_000 + b"t.",
-    "memo": b"N" + b"\x94" * 1_000_000 + b".",
-    "stack": b"(" + b"N" * 1_000_000 + b"t.",
-    "duplicates": b"(N" + b"2" * 1_000_000 + b"t.",
-    "no end": b"N0" * 1_000_000,
+    "classes": b"(" + b"".join(b"ca\nb%d\n" % n for n in range(40_000)) + b"t.",
+    "one class again and again": b"(" + b"ca\nb\n" * 40_000 + b"t.",
+    "instances": b"cx\nX\n\x940(" + b"h\x00)\x81" * 50_000 + b"t.",
+    "dictionaries": b"(" + b"}" * 150_000 + b"t.",
+    "memo": b"N" + b"\x94" * 200_000 + b".",
+    "stack": b"(" + b"N" * 200_000 + b"t.",
+    "duplicates": b"(N" + b"2" * 200_000 + b"t.",
+    "no end": b"N0" * 200_000,
 }  # fmt: skip
 
 
