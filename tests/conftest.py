@@ -31,9 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[DistributedPool]:
-    """One pool of up to 4 gloo worker processes per test module, started by its first `pool.run`."""
+    """Up to 4 gloo worker processes, started by the first `pool.run` that needs them."""
     distributed_pool = DistributedPool(max_workers=4)
     yield distributed_pool
     distributed_pool.close()

@@ -1,6 +1,6 @@
 """A pool of worker processes in which tests run one function as N ranks of a gloo process group.
 
-Spawning a process and importing torch costs seconds, so one pool serves all tests of a module::
+Spawning a process and importing torch costs seconds, so one pool serves all tests of a session::
 
     def all_reduced(rank, world_size, value):             # module level: workers import it by name
         tensor = torch.tensor(value + rank)
@@ -89,7 +89,7 @@ class DistributedPool:
         self._runs += 1
         store = str(directory / f"store_{self._runs}")
         tasks = [_Task(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
-        for worker, message in zip(workers, [pickle.dumps(task) for task in tasks], strict=True):
+        for worker, message in zip(workers, [_encode(task) for task in tasks], strict=True):
             worker.connection.send_bytes(message)
         return self._collect(workers, timeout)
 
@@ -149,6 +149,17 @@ class DistributedPool:
         return results
 
 
+def _encode(task: _Task) -> bytes:
+    """The task behind the import path that it needs: a worker may be older than the module of the test."""
+    return pickle.dumps((sys.path, pickle.dumps(task)))
+
+
+def _decode(message: bytes) -> _Task:
+    path, task = pickle.loads(message)
+    sys.path[:] = path
+    return pickle.loads(task)
+
+
 def _spawn(stacks: Path) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -198,7 +209,7 @@ def _answer(message: bytes) -> bytes:
     """Run one task; the process group outlives it, so that a failure is reported before the neighbours notice."""
     rank = None
     try:
-        task: _Task = pickle.loads(message)
+        task = _decode(message)
         rank = task.rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
         dist.init_process_group(

@@ -14,17 +14,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from megatron.planning.run_plan import RunPlan, StagePlan, plan_run  # noqa: E402
-from megatron.training.config.arguments import Given, parse_flags  # noqa: E402
-from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
-from megatron.training.data.tokenizer import build_tokenizer  # noqa: E402
-from pretrain_gpt import model_provider  # noqa: E402
+from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.config.arguments import Given, parse_flags
+from megatron.training.config.run_config import Config, flag_parser, make_config
+from megatron.training.data.tokenizer import build_tokenizer
+from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
     ("--use-distributed-optimizer", {"use_distributed_optimizer": True}),

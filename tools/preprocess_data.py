@@ -21,17 +21,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from a checkout that is not installed
-
-from megatron.core.datasets import IndexedDatasetBuilder, token_dtype  # noqa: E402
-from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order  # noqa: E402
-from megatron.core.utils import flag  # noqa: E402
-from megatron.training.config.arguments import build, make_parser, parse_flags  # noqa: E402
-from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer  # noqa: E402
+from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
+from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order
+from megatron.core.utils import flag
+from megatron.training.config.arguments import build, make_parser, parse_flags
+from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CHUNK_BYTES = 1 << 18  # text that travels to a worker at a time

@@ -10,30 +10,24 @@ is given as the flags of training (--num-attention-heads 16 --position-embedding
 
 from __future__ import annotations
 
-import os
+import argparse
+import signal
 import sys
+from pathlib import Path
+from typing import Any, NoReturn
 
-# The repository instead of this directory, whose inspect.py would hide the standard library's.
-if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
-    sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
+import torch
+from tqdm import tqdm
 
-import argparse  # noqa: E402
-import signal  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any, NoReturn  # noqa: E402
-
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from megatron.conversion.convert import WRITERS, Options, Outcome, convert  # noqa: E402
-from megatron.conversion.deepspeed.names import STYLES  # noqa: E402
-from megatron.conversion.deepspeed.reader import QKV_LAYOUTS  # noqa: E402
-from megatron.conversion.files import parse_size  # noqa: E402
-from megatron.conversion.open_checkpoint import READERS, Hints  # noqa: E402
-from megatron.core.dist_checkpointing import CheckpointError  # noqa: E402
-from megatron.core.parallel_state import ParallelConfig  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.training.config.arguments import make_parser, parse_flags  # noqa: E402
+from megatron.conversion.convert import WRITERS, Options, Outcome, convert
+from megatron.conversion.deepspeed.names import STYLES
+from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
+from megatron.conversion.files import parse_size
+from megatron.conversion.open_checkpoint import READERS, Hints
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.parallel_state import ParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.arguments import make_parser, parse_flags
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPPING = (signal.SIGINT, signal.SIGTERM)

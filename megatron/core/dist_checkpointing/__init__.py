@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
     map_keys,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
-from megatron.core.dist_checkpointing.verify import VerifyReport, missing_or_truncated, verify
+from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
 
 __all__ = [
     "AsyncSaver",

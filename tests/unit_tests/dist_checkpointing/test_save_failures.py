@@ -21,9 +21,8 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     ShardedTensor,
     save,
-    save_plan,
-    writing,
 )
+from megatron.core.dist_checkpointing.saving import prepared_plan, shard_file
 
 
 class Fault:
@@ -42,7 +41,7 @@ class Fault:
                 raise OSError(code, os.strerror(code))
             return self.real(*args, **kwargs)
 
-        monkeypatch.setattr(writing.os, name, call)
+        monkeypatch.setattr(shard_file.os, name, call)
 
 
 @pytest.mark.parametrize("name", ["pwrite", "fsync", "open", "ftruncate"])
@@ -79,7 +78,7 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(writing.os, "pwrite", pwrite)
+    monkeypatch.setattr(shard_file.os, "pwrite", pwrite)
     training = Training(2)
     save(training.state(), tmp_path / "c", common=training.common)
     assert refused
@@ -88,7 +87,9 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(writing.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
+    monkeypatch.setattr(
+        shard_file.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset)
+    )
     training = Training(2, rows=10_000)
     save(training.state(), tmp_path / "c", common=training.common)
     assert_holds(tmp_path / "c", 2, rows=10_000)
@@ -209,7 +210,7 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
     training = Training(0, rows=10)
     with AsyncSaver() as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(save_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
+            patch.setattr(prepared_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
             for name in ("first", "second"):
                 error = saver.save(training.state(), tmp_path / name, common=training.common).wait().error
                 assert error == "IndexError: list index out of range"

