@@ -22,10 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing.format.metadata import decode_metadata, encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata, encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.planning.file_layout import layout_files, plan_metadata  # noqa: E402
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, describe, make_plan  # noqa: E402
+from megatron.core.dist_checkpointing.planning.file_layout import place_items  # noqa: E402
+from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
 from megatron.core.distributed.buffer_plan import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.core.utils import even_range  # noqa: E402
@@ -40,7 +40,8 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
     "--position-embedding-type rope --group-query-attention --num-query-groups 8 --seq-length 4096 "
     "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1 --min-lr 0 --train-iters 1 --sequence-parallel "
-    "--mock-data --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tensor-model-parallel-size 8 "
+    "--mock-data --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--tensor-model-parallel-size 8 "
 )
 
 
@@ -90,7 +91,7 @@ def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int
     return state
 
 
-def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, LocalSpec]]:
+def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
     """What every rank sends to rank 0."""
     pp_size, tp_size, dp_size = config.parallel.pp_size, config.parallel.tp_size, config.parallel.dp_size(world)
     for pp in range(pp_size):
@@ -103,7 +104,7 @@ def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, LocalSpec]
             for dp in range(dp_size):
                 rng: ShardedStateDict = {"rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)}
                 state = weights | optimizer_state(chunks, weights, dp, dp_size) | rng
-                yield tp + tp_size * (dp + dp_size * pp), describe(state)
+                yield tp + tp_size * (dp + dp_size * pp), pack(describe(state))
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
@@ -130,36 +131,36 @@ def simulate(name: str, world: int, workers: int) -> None:
     specs, receiving = timed(lambda: [pickle.loads(data) for data in packed])
     packed.clear()
     before = peak_memory()
-    plans, planning = timed(lambda: make_plan(specs))
-    loads = [plan.nbytes for plan in plans]
-
-    def lay_out() -> tuple[int, object]:
-        layouts = [layout_files(plan, rank, workers) for rank, plan in enumerate(plans)]
-        return sum(len(files) for files in layouts), plan_metadata(specs, layouts)
-
-    (files, metadata), laying_out = timed(lay_out)
+    plan, planning = timed(lambda: make_plan(specs))
+    placed, laying_out = timed(lambda: place_items(plan, workers))
+    results, cutting = timed(lambda: [pickle.dumps(placed.of_rank(rank)) for rank in range(world)])
+    metadata, collecting = timed(placed.metadata)
     encoded, encoding = timed(lambda: encode_metadata(metadata))
     planned = peak_memory()
-    _, decoding = timed(lambda: decode_metadata(encoded, ".metadata"))
+    read, opening = timed(lambda: decode_metadata(encoded, ".metadata"))
+    wanted = [key for key, _, _ in specs[-1].tensors]
+    _, reading = timed(lambda: [read.tensors[key].chunks for key in wanted])
+    own = peak_memory()
+    chunks, reading_all = timed(lambda: sum(len(tensor.chunks) for tensor in read.tensors.values()))
 
-    chunks = sum(len(tensor.chunks) for tensor in metadata.tensors.values())
-    mean = statistics.mean(loads)
-    parallel = config.parallel
+    loads, parallel = plan.loads, config.parallel
     print(
         f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP {parallel.dp_size(world)}, "
-        f"{sum(loads) / 1e9:.0f} GB, {chunks} chunks in {files} files"
+        f"{sum(loads) / 1e9:.0f} GB, {chunks} chunks"
     )
+    print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
+    back = statistics.mean(map(len, results)) / 1e3
     print(
-        f"  describe   {1e3 * describing / world:.1f} ms and {sent / 1e3:.0f} kB per rank, received in {receiving:.1f} s"
+        f"  rank 0     receives in {receiving:.1f} s, {back:.0f} kB per rank back in {cutting:.1f} s; {before:.2f} GB"
     )
-    print(f"  plan       {planning:.1f} s, layout {laying_out:.1f} s, encode {encoding:.1f} s")
-    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB, decoded in {decoding:.1f} s")
+    print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s")
     print(
-        f"  memory     {before:.2f} GB before the plan, {planned:.2f} GB after, {peak_memory():.2f} GB after decoding"
+        f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s; {planned:.2f} GB at most"
     )
-    print(
-        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {max(loads) / mean:.3f} x the mean"
-    )
+    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB; opened in {opening:.2f} s, what one rank wants {reading:.2f} s,")
+    print(f"             all of it {reading_all:.1f} s; {own - planned:.2f} and {peak_memory() - planned:.2f} GB more")
+    largest = max(loads) / statistics.mean(loads)
+    print(f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean")
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.lazy_tensor import FileStorage
 from megatron.core.dist_checkpointing.format.safe_globals import (
@@ -35,7 +36,6 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
     placeholder_type,
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive
-from megatron.core.dist_checkpointing.mapping import Shape
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
