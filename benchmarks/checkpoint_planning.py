@@ -153,7 +153,9 @@ def simulate(name: str, world: int, workers: int) -> None:
     print(
         f"  rank 0     receives in {receiving:.1f} s, {back:.0f} kB per rank back in {cutting:.1f} s; {before:.2f} GB"
     )
-    print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s")
+    print(
+        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} GB after"
+    )
     print(
         f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s; {planned:.2f} GB at most"
     )

@@ -16,7 +16,6 @@ from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.megatron_lm.extra_states import extra_states
 from megatron.conversion.model_space.source import Source, TensorInfo
 from megatron.core.dist_checkpointing.boxes import cut_rows, shifted
-from megatron.core.dist_checkpointing.files import write_durably
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
@@ -26,6 +25,7 @@ from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorS
 from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult
 from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import common_archive, object_file
+from megatron.core.durable_files import write_durably
 
 _BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
 
