@@ -150,15 +150,9 @@ def simulate(name: str, world: int, workers: int) -> None:
     )
     print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
     back = statistics.mean(map(len, results)) / 1e3
-    print(
-        f"  rank 0     receives in {receiving:.1f} s, {back:.0f} kB per rank back in {cutting:.1f} s; {before:.2f} GB"
-    )
-    print(
-        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} GB after"
-    )
-    print(
-        f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s; {planned:.2f} GB at most"
-    )
+    print(f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s")
+    print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after")
+    print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
     print(f"  .metadata  {len(encoded) / 1e6:.1f} MB; opened in {opening:.2f} s, what one rank wants {reading:.2f} s,")
     print(f"             all of it {reading_all:.1f} s; {own - planned:.2f} and {peak_memory() - planned:.2f} GB more")
     largest = max(loads) / statistics.mean(loads)
