@@ -43,7 +43,7 @@ def example(files=FILES):
             "step": stored((), torch.int64, [((), ())], [(1, 64, 900)], files),
             "4d": stored((2, 3, 4, 5), torch.float16, [((0, 0, 0, 0), (2, 3, 4, 5))], [(0, 5, 240)], files),
             "empty": stored((0, 7), torch.float32, [((0, 0), (0, 7))], [(0, 9, 640)], files),
-            "ü\n": stored((1,), torch.float8_e4m3fn, [((0,), (1,))], [(0, 1, 2)], files),
+            "ü": stored((1,), torch.float8_e4m3fn, [((0,), (1,))], [(0, 1, 2)], files),
         }
     )
     result.objects = {"rng/shard_0": Location("__0_2.distcp", 0, 3072), "ö": Location("__0_2.distcp", 1 << 33, 1)}

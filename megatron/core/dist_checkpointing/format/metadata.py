@@ -12,7 +12,9 @@ import torch
 from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.unpickler import safe_loads
+from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, file_name, printable, shown
+from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
 
 
 class Location(NamedTuple):
@@ -104,62 +106,76 @@ def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
     except CheckpointError:
         raise
     except Exception as error:  # the pickle is intact, its content is not
-        reason = f"{type(error).__name__}: {error}"
+        reason = printable(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(f"{where}: not the metadata of a distributed checkpoint ({reason})") from error
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
     locations: dict[tuple[str, Shape | None], Location] = {}
     for index, info in root["storage_data"].items():
+        key = index.state["fqn"]
         if info.state.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {index.state['fqn']} was written through DCP extensions (compression)")
-        offset = index.state.get("offset")
+            raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
         location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        check_location(location, f"{where}: {index.state['fqn']}")
-        locations[index.state["fqn"], None if offset is None else tuple(offset)] = location
+        check_location(location, f"{where}: {shown(key)}")
+        offset = index.state.get("offset")
+        locations[key, None if offset is None else _shape(offset, key, where)] = location
     files = tuple(dict.fromkeys(location.file for location in locations.values()))
     numbers = {file: number for number, file in enumerate(files)}
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
+        check_key(key, f"{where}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
             result.objects[key] = locations[key, None]
             continue
-        shape = tuple(entry.state["size"])
+        shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
         chunks = []
         for chunk in entry.state["chunks"]:
-            offset = tuple(chunk.state["offsets"])
-            chunks.append(StoredChunk(offset, tuple(chunk.state["sizes"]), locations[key, offset]))
+            offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
+            if len(offset) != len(shape) or len(extent) != len(shape):
+                raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
+            chunks.append(StoredChunk(offset, extent, locations[key, offset]))
         boxes = BoxTable.of([chunk[:2] for chunk in chunks], len(shape))
         places = [(numbers[file], position, length) for _, _, (file, position, length) in chunks]
         columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
         table = ChunkTable(boxes.offset, boxes.shape, files, *columns)
-        check_inside(table, shape, f"{where}: {key}")
+        check_inside(table, shape, what)
         result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
     known = {"state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans"}
     result.extra = {name: value for name, value in root.items() if name not in known}
+    check_bounded(result.extra, where)
     return result
 
 
 def check_location(location: Location, what: str) -> None:
     """Raises CheckpointError for a place that cannot be in the checkpoint's directory."""
-    if location.file in ("", ".", "..") or "/" in location.file or min(location[1:]) < 0:
-        raise CheckpointError(f"{what} is said to be at {tuple(location)}")
+    file_name(location.file, f"{what}: its file")
+    COUNT(location.position, f"{what}: its place")
+    COUNT(location.length, f"{what}: its length")
 
 
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
     """Raises CheckpointError for a box that does not lie in a tensor of `shape`."""
     end = np.array(shape, dtype=np.int64)
-    wrong = ((table.offset < 0) | (table.shape < 0) | (table.offset > end) | (table.shape > end - table.offset)).any(
-        axis=1
-    )
-    for number in np.flatnonzero(wrong)[:1]:
+    wrong = (table.offset < 0) | (table.shape < 0) | (table.offset > end) | (table.shape > end - table.offset)
+    for number in np.flatnonzero(wrong.any(axis=1))[:1]:
         offset, extent = (tuple(array[number].tolist()) for array in (table.offset, table.shape))
         raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}")
+
+
+def _shape(value: Any, key: str, where: str) -> Shape:
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) > MAX_RANK
+        or not all(type(n) is int and n >= 0 for n in value)
+    ):
+        raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
+    return tuple(value)
 
 
 def _dtype_of(properties: Placeholder) -> torch.dtype:
     state = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype {dtype!r:.60}")
+        raise TypeError(f"dtype {shown(dtype)}")
     return dtype

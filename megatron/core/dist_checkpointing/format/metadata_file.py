@@ -24,17 +24,30 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.input_files import parse_json
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
     Location,
     StoredTensor,
     check_inside,
-    check_location,
     decode_dcp,
 )
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    MAX_RANK,
+    SHAPE,
+    Check,
+    anything,
+    file_name,
+    mapping,
+    one_of,
+    record,
+    sequence,
+    shown,
+)
+from megatron.core.dist_checkpointing.format.schema import key as key_name
 
 Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
@@ -150,7 +163,7 @@ class _Boxes(NamedTuple):
     """A list of boxes in the pickle; tensors that are cut alike, as parameter and moments are, share one."""
 
     position: int
-    length: int
+    number: int
     offset: tuple[int, ...]  # widths
     shape: tuple[int, ...]
     first: int  # memo number of the first offset
@@ -160,11 +173,11 @@ class _Places(NamedTuple):
     """A tensor in the index: which list its boxes are, and where the places of these are."""
 
     key: str
-    shape: Shape
+    shape: Sequence[int]
     dtype: str
     boxes: int
     position: int
-    widths: tuple[int, ...]
+    widths: Sequence[int]
 
 
 class _Writer:
@@ -266,62 +279,80 @@ def encode_metadata(metadata: CheckpointMetadata) -> bytes:
     return b"".join(writer.parts)
 
 
+def _tuple_of(*checks: Check) -> Check:
+    def check(value: Any, where: str) -> Any:
+        sequence(anything, len(checks), len(checks))(value, where)
+        for item, check_item in zip(value, checks, strict=True):
+            check_item(item, where)
+        return value
+
+    return check
+
+
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_WIDTH = one_of(*_INTEGERS)
+_WIDTHS = sequence(_WIDTH, MAX_RANK)
+_INDEX_FIELDS = record(
+    {
+        "files": sequence(_tuple_of(file_name, COUNT)),
+        "memo": _tuple_of(COUNT, COUNT),
+        "boxes": sequence(_tuple_of(COUNT, COUNT, _WIDTHS, _WIDTHS, COUNT)),
+        "tensors": sequence(_tuple_of(key_name, SHAPE, one_of(*_DTYPES), COUNT, COUNT, _tuple_of(_WIDTH, _WIDTH))),
+        "objects": mapping(_tuple_of(file_name, COUNT, COUNT), key_name),
+    }
+)
+
+
 class _Index:
     """What stands behind the pickle. Entries are read when a tensor is first looked at."""
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
-        fields = json.loads(content)
+        fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
         self._read, self._size, self._where = read, size, where
-        self._sizes = {str(file): int(size) for file, size in fields["files"]}
-        self._files = tuple(self._sizes)
-        self._first_file, self._first_key = map(int, fields["memo"])
-        self._boxes = [
-            _Boxes(int(position), int(count), tuple(offset), tuple(shape), int(first))
-            for position, count, offset, shape, first in fields["boxes"]
-        ]
+        sizes = dict(fields["files"])
+        self._files = tuple(sizes)
+        self._first_file, self._first_key = fields["memo"]
+        self._boxes = [_Boxes(*boxes) for boxes in fields["boxes"]]
         self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.metadata = CheckpointMetadata(tensor_sizes={file: size for file, size in self._sizes.items() if size})
-        for number, (key, shape, *rest) in enumerate(fields["tensors"]):
-            places = _Places(str(key), tuple(map(int, shape)), *rest)
-            dtype = getattr(torch, places.dtype)
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"dtype {places.dtype!r:.60}")
-            self.metadata.tensors[key] = StoredTensor(places.shape, dtype, partial(self._table, number, places))
-        for key, place in fields["objects"].items():
-            location = Location(str(place[0]), int(place[1]), int(place[2]))
-            check_location(location, f"{where}: {key}")
-            self.metadata.objects[key] = location
-        for file in self._files:
-            check_location(Location(file, 0, 0), where)
+        self.metadata = CheckpointMetadata(tensor_sizes={file: end for file, end in sizes.items() if end})
+        for number, entry in enumerate(fields["tensors"]):
+            places = _Places(*entry)
+            table = partial(self._table, number, places)
+            self.metadata.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
+        self.metadata.objects = {key: Location(*place) for key, place in fields["objects"].items()}
 
     def _table(self, number: int, places: _Places) -> ChunkTable:
-        what = f"{self._where}: {places.key}"
+        what = f"{self._where}: {shown(places.key)}"
         try:
             boxes = self._boxes[places.boxes]
             offset, shape = self._read_boxes(places.boxes)
+            if not offset.shape[1] == shape.shape[1] == len(places.shape):
+                raise ValueError("boxes of another number of dimensions")
             entry = _place_entry(self._first_key + number, *places.widths)
-            memos, file, position, length = self._entries(entry, places.position, boxes.length, b"u")
+            memos, file, position, length = self._entries(entry, places.position, boxes.number, b"u")
             file -= self._first_file
-            if not np.array_equal(memos, np.arange(boxes.length) + boxes.first):
+            if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
                 raise ValueError("places in another order than its boxes")
-            if boxes.length and not (file.min() >= 0 and file.max() < len(self._files)):
+            if boxes.number and not (file.min() >= 0 and file.max() < len(self._files)):
                 raise ValueError("a file that the index does not name")
             if min(position.min(initial=0), length.min(initial=0)) < 0:
                 raise ValueError("a negative position")
             table = ChunkTable(offset, shape, self._files, file, position, length)
         except Exception as error:
             raise CheckpointError(f"{what}: damaged or not written by this program ({error})") from error
-        check_inside(table, places.shape, what)
+        check_inside(table, tuple(places.shape), what)
         return table
 
     def _read_boxes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         if number not in self._known:
             boxes = self._boxes[number]
             dims = len(boxes.offset)
-            columns = self._entries(_box_entry(boxes.offset, boxes.shape), boxes.position, boxes.length, b"e")
-            if not np.array_equal(columns.pop(dims), np.arange(boxes.length) + boxes.first):
+            columns = self._entries(
+                _box_entry(tuple(boxes.offset), tuple(boxes.shape)), boxes.position, boxes.number, b"e"
+            )
+            if not np.array_equal(columns.pop(dims), np.arange(boxes.number) + boxes.first):
                 raise ValueError("boxes in another order")
-            table = np.stack(columns, axis=1) if columns else np.empty((boxes.length, 0), dtype=np.int64)
+            table = np.stack(columns, axis=1) if columns else np.empty((boxes.number, 0), dtype=np.int64)
             self._known[number] = table[:, :dims], table[:, dims:]
         return self._known[number]
 
@@ -345,12 +376,7 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     content = read(position, length) if position + length <= size else b""
     if xxhash.xxh3_64_intdigest(content) != digest:
         raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
-    try:
-        return _Index(read, content, size, where).metadata
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{where}: its index cannot be read ({type(error).__name__}: {error})") from error
+    return _Index(read, content, size, where).metadata
 
 
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:

@@ -20,6 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import METADATA
+from megatron.core.dist_checkpointing.format.input_files import open_regular
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, tensor_envelope
@@ -47,7 +48,8 @@ class _OpenFile:
     """Open for as long as someone may read from it."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY)
+        with open_regular(path) as file:
+            self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, position: int, length: int) -> bytes:
