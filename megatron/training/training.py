@@ -11,16 +11,16 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from megatron.conversion.open_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
-from megatron.training.checkpoint.checkpointing import common_state, load_checkpoint, model_state, save_checkpoint
-from megatron.training.checkpoint.directory import iteration_of
-from megatron.training.checkpoint.other_formats import foreign_source, stored_vocab_size
+from megatron.training.checkpoint.checkpointing import common_state, model_state, save_checkpoint
 from megatron.training.checkpoint.ownership import take_save_directory
+from megatron.training.checkpoint.resume import find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.rewrite import check_hf_target, save_hf
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
@@ -64,15 +64,15 @@ def pretrain(
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
     generation = take_save_directory(config)
-    source = foreign_source(config.checkpoint)
-    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
+    start = find_start(config.checkpoint)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started, run.clock = started, clock
     run.saver.own(generation)
     check_hf_target(run)
-    load_checkpoint(run, source)
+    load_checkpoint(run, start)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, os.path.join(convert_save, convert_format), convert_format)  # as Megatron-LM places it

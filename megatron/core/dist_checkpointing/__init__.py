@@ -5,22 +5,21 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
 """
 
+from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
-from megatron.core.dist_checkpointing.lineage import Lineage, newest_first, read_lineage
+from megatron.core.dist_checkpointing.lineage import Lineage, on_branch, read_lineage
 from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
     Box,
-    Shape,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    flat_range_boxes,
     map_keys,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
@@ -56,7 +55,7 @@ __all__ = [
     "load_common",
     "map_keys",
     "missing_or_truncated",
-    "newest_first",
+    "on_branch",
     "read_lineage",
     "read_metadata",
     "read_tracker",

@@ -57,7 +57,7 @@ def _of_number(directory: Path) -> Lineage:
     return Lineage(((0, int(digits) if digits.isdigit() else 0),))
 
 
-def newest_first(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list[int]:
+def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list[int]:
     """The iterations of `saved` on one branch, newest first: what to load, and what to fall back on.
 
     `head` is the newest checkpoint of the branch (the one that the tracker names, even if it is damaged); without it,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import Generation, clean_up
-from megatron.training.checkpoint.directory import check_writable
 from megatron.training.config.run_config import Config
 
 
@@ -45,6 +45,16 @@ def take_save_directory(config: Config) -> Generation | None:
         generation.check()
     _check_shared(root, seen)
     return generation
+
+
+def check_writable(root: str | Path) -> None:
+    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
 
 
 def _this_start() -> dict[str, str | int]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.conversion.convert import convert
+from megatron.conversion.convert import Options, convert
 from megatron.conversion.files import Progress
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.reader import is_huggingface
@@ -69,10 +70,12 @@ def save_hf(run: Run, model: ShardedStateDict, common: dict[str, Any]) -> None:
     """
     assert run.config.checkpoint.save_hf is not None
     directory = Path(run.config.checkpoint.save_hf)
+    flags = run.config.tokenizer
+    own = tuple(Path(name) for name in (flags.tokenizer_model, flags.vocab_file, flags.merge_file) if name is not None)
     _begin_anew(run, directory)
     common = {key: value for key, value in common.items() if key not in ("optimizer", "opt_param_scheduler")}
     try:
-        save(model, directory, common=common, rewrite=_rewrite_as_hf)
+        save(model, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
@@ -87,8 +90,8 @@ def _begin_anew(run: Run, directory: Path) -> None:
     dist.barrier()
 
 
-def _rewrite_as_hf(directory: Path, progress: Progress) -> None:
-    _replace_files(directory, lambda made: convert(directory, made, "hf", progress=progress))
+def _rewrite_as_hf(options: Options, directory: Path, progress: Progress) -> None:
+    _replace_files(directory, lambda made: convert(directory, made, "hf", options=options, progress=progress))
 
 
 def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:

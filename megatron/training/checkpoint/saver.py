@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.conversion.open_checkpoint import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -20,7 +21,6 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.training.checkpoint.directory import iteration_directory, iteration_of
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting import console

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     SupersededError,
     is_complete,
-    newest_first,
+    on_branch,
     read_lineage,
     read_tracker,
 )
@@ -149,19 +149,19 @@ def test_the_newest_is_the_newest_of_the_branch(tmp_path):
     first = {number: Lineage(((1, number),)) for number in (2, 4, 8, 10)}
     second = {number: first[4].descend(2, number) for number in (5, 6)}
     third = {7: second[6].descend(3, 7)}
-    assert newest_first(first | second | third) == [7, 6, 5, 4, 2]
-    assert newest_first(first | second) == [6, 5, 4, 2]
-    assert newest_first(first) == [10, 8, 4, 2]
-    assert newest_first(first | second, head=first[10]) == [10, 8, 4, 2]
+    assert on_branch(first | second | third) == [7, 6, 5, 4, 2]
+    assert on_branch(first | second) == [6, 5, 4, 2]
+    assert on_branch(first) == [10, 8, 4, 2]
+    assert on_branch(first | second, head=first[10]) == [10, 8, 4, 2]
     gone = second[6].descend(3, 9)  # the tracker names it, but it is damaged
-    assert newest_first(first | second, head=gone) == [6, 5, 4, 2]
-    assert newest_first({}) == []
+    assert on_branch(first | second, head=gone) == [6, 5, 4, 2]
+    assert on_branch({}) == []
 
 
 def test_checkpoints_without_lineage_are_ordered_by_number(tmp_path):
     old = {number: read_lineage(tmp_path / f"iter_{number:07d}") for number in (1, 2, 3)}
-    assert newest_first(old) == [3, 2, 1]
-    assert newest_first(old | {5: old[2].descend(1, 5)}) == [5, 2, 1]
+    assert on_branch(old) == [3, 2, 1]
+    assert on_branch(old | {5: old[2].descend(1, 5)}) == [5, 2, 1]
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / "iter_0000002/lineage.json").write_text("{}")
     assert read_lineage(tmp_path / "iter_0000002") == old[2]

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from megatron.conversion.open_checkpoint import fault, find_checkpoint, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -19,12 +20,6 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.training.checkpoint.directory import (
-    complete_iterations,
-    find_checkpoint,
-    iteration_directory,
-    saved_iterations,
-)
 from megatron.training.checkpoint.retention import (
     VALIDATION_LOSS,
     Retention,
@@ -165,6 +160,10 @@ def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path)
     assert apply(job, RetentionPolicy(keep_last_n=1), 4, lineage) == ["iter_0000001", "iter_0000002"]
 
 
+def complete_iterations(root):
+    return tuple(i for i in saved_iterations(root) if fault(iteration_directory(root, i)) is None)
+
+
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate")
 
 
@@ -206,12 +205,12 @@ def test_killed_at_every_step(tmp_path):
         make(job, 1)
         make(job, 2)
         died = killed_at(step, next_one)
-        newest, _ = find_checkpoint(root, None)
-        assert newest is not None and newest.name in ("iter_0000002", "iter_0000003")
+        newest = find_checkpoint(root)
+        assert newest is not None and newest.directory.name in ("iter_0000002", "iter_0000003")
         assert read_tracker(root) in (2, 3)
         for directory in root.glob("iter_*"):
             assert is_complete(directory), directory
-        present = tuple(complete_iterations(root))
+        present = complete_iterations(root)
         outcomes.add(present)
         if not died:
             break
