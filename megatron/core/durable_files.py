@@ -99,11 +99,13 @@ def _name_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
     temporary.unlink()
 
 
-def write_flushed(path: Path, content: bytes) -> None:
+def write_flushed(path: Path, *parts: bytes) -> None:
     """A file in a directory that has no name yet: durable with `fsync_directory`, but not all or nothing."""
-    with naming(path), path.open("wb") as file:
-        file.write(content)
-        file.flush()
+    with naming(path), path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
         os.fsync(file.fileno())
 
 

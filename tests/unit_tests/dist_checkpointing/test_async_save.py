@@ -162,9 +162,6 @@ class ScriptedStore(dist.Store):
     def check(self, keys):
         return False
 
-    def delete_key(self, key):
-        return True
-
 
 def test_progress_of_any_rank_keeps_a_save_alive():
     lively = SaveBarrier(ScriptedStore([n // 3 for n in range(50)]), "save", 1, 2, timeout=600)
@@ -297,6 +294,7 @@ def test_ranks_wait_without_asking_the_file_system(pool, tmp_path):
     quick = pool.run(counting_calls, 2, str(tmp_path / "quick"), False)
     slow = pool.run(counting_calls, 2, str(tmp_path / "slow"), True)
     assert quick == slow
+    assert [calls.count("statvfs") for calls in quick] == [1, 0], "the free space is checked once, before anyone writes"
     files = [path.name for path in (tmp_path / "quick/1").iterdir()]
     written = [sum(name.startswith(f"__{rank}_") for name in files) for rank in range(2)]
     written[0] += len([name for name in files if not name.startswith("__")])

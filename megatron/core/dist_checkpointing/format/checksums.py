@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -51,10 +51,12 @@ def checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
     return b"".join(parts)
 
 
-def seal_checksums(records: Iterable[bytes]) -> bytes:
-    """The content of `checksums.bin`."""
-    content = b"".join((_HEADER, *records))
-    return content + xxhash.xxh3_64_digest(content)
+def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
+    """The content of `checksums.bin`, in parts: at scale it is large, and every copy holds the interpreter's lock."""
+    digest = xxhash.xxh3_64(_HEADER)
+    for part in records:
+        digest.update(part)
+    return (_HEADER, *records, digest.digest())
 
 
 def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:

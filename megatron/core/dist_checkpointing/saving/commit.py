@@ -60,7 +60,7 @@ class PendingCheckpoint(NamedTuple):
         metadata_json = json.dumps(files.BACKEND).encode()
         contents = {files.COMMON: common, files.METADATA: metadata, files.METADATA_JSON: metadata_json}
         ours = checksum_records({name: checksums_of(content) for name, content in contents.items()})
-        contents[files.CHECKSUMS] = seal_checksums([*checksums, ours])
+        write_flushed(self.pending / files.CHECKSUMS, *seal_checksums(*checksums, ours))
         for name, content in contents.items():
             write_flushed(self.pending / name, content)
         if rewrite is not None:

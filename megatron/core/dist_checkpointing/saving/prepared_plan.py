@@ -16,11 +16,6 @@ from megatron.core.dist_checkpointing.planning.planner import LocalSpec, PackedS
 from megatron.core.dist_checkpointing.saving.staging import BytesSource, Chunk, constant_sources, cut_chunks
 
 
-def encode_locations(objects: dict[str, Location]) -> bytes:
-    """Where one rank has put its objects, for rank 0."""
-    return json.dumps(objects).encode()
-
-
 @dataclass
 class MetadataCache:
     """`.metadata` of a plan on rank 0: pickled again only when the place of an object changes."""
@@ -30,9 +25,9 @@ class MetadataCache:
     _encoded: bytes = b""
 
     def encode(self, objects: list[bytes]) -> bytes:
-        """With the `encode_locations` of all ranks."""
+        """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
         if objects != self._objects:
-            places = {key: Location(*place) for text in objects for key, place in json.loads(text).items()}
+            places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
             self._encoded = encode_metadata(replace(self.tensors, objects=places))
             self._objects = objects  # only now: what cannot be pickled must not count as pickled the next time
         return self._encoded

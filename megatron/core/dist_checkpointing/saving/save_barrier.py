@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.metadata import Location
 
 _SLICES = 4  # of the timeout: silence is noticed after 4 to 5 quarters of it
+_BUCKETS = 64
 _NEWS_EVERY = 5.0  # seconds, at most, between two signs of life of a rank that writes
 
 
@@ -29,7 +32,11 @@ def open_store(timeout: timedelta) -> dist.Store:
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
-    return store.clone() if hasattr(store, "clone") else store
+    if not isinstance(store, dist.HashStore):
+        raise ValueError(
+            f"checkpoints cannot be saved over a {type(store).__name__}: start the process group with env:// or tcp://"
+        )
+    return store
 
 
 class Outcome(NamedTuple):
@@ -62,10 +69,11 @@ class SaveBarrier:
         self._wait("begun")
         self._raise_failure()
 
-    def report(self, objects: bytes, checksums: bytes) -> None:
+    def report(self, objects: Mapping[str, Location], checksums: bytes) -> None:
         """This rank's files are durable. The last report wakes rank 0."""
-        self._store.set(self._key("objects", self._rank), objects)  # type: ignore[arg-type]
-        self._store.set(self._key("checksums", self._rank), checksums)  # type: ignore[arg-type]
+        line = json.dumps([self._rank, objects]).encode() + b"\n"
+        self._store.append(self._key("objects"), line)  # type: ignore[attr-defined]
+        self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
         if self._store.add(self._key("reports"), 1) == self._size:
             self._store.set(self._key("ready"), "")
 
@@ -84,41 +92,38 @@ class SaveBarrier:
         self._raise_failure()
 
     def collect(self) -> tuple[list[bytes], list[bytes]]:
-        """The reports of all ranks: objects, checksums."""
+        """The reports of all ranks: a line for the objects of each, always in the same order; all checksums."""
         self._wait("ready")
         self._raise_failure()
-        ranks = range(self._size)
-        objects = self._get_all([self._key("objects", rank) for rank in ranks])
-        return objects, self._get_all([self._key("checksums", rank) for rank in ranks])
+        lines = sorted(self._store.get(self._key("objects")).splitlines())
+        return lines, [self._store.get(bucket) for bucket in self._buckets()]
 
     def end(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._store.compare_set(self._key("failure"), "", outcome.error)
         self._store.set(self._key("outcome"), json.dumps(outcome))
         self._store.set(self._key("begun"), "")
-        self._drop_report()
 
     def await_end(self) -> Outcome:
         self._wait("outcome")
-        self._drop_report()
         return Outcome(*json.loads(self._store.get(self._key("outcome"))))
 
     def forget(self) -> None:
         """On rank 0, when no rank can ask for this save any more."""
-        for name in ("begun", "reports", "ready", "failure", "progress", "outcome"):
-            self._store.delete_key(self._key(name))
+        names = ("begun", "objects", "reports", "ready", "failure", "progress", "outcome")
+        for key in (*map(self._key, names), *self._buckets()):
+            self._store.delete_key(key)
 
-    def _key(self, name: str, rank: int | None = None) -> str:
-        return f"{self._prefix}/{name}" if rank is None else f"{self._prefix}/{name}/{rank}"
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
 
-    def _get_all(self, keys: list[str]) -> list[bytes]:
-        if isinstance(self._store, dist.FileStore):
-            return [self._store.get(key) for key in keys]
-        return self._store.multi_get(keys)
+    def _bucket(self, rank: int) -> str:
+        """Where a rank's checksums go. At scale they are many megabytes: rank 0 reads them in parts, since copying them
+        out of the store holds the interpreter's lock."""
+        return self._key(f"checksums/{rank % _BUCKETS}")
 
-    def _drop_report(self) -> None:
-        for name in ("objects", "checksums"):
-            self._store.delete_key(self._key(name, self._rank))
+    def _buckets(self) -> list[str]:
+        return [self._bucket(rank) for rank in range(min(self._size, _BUCKETS))]
 
     def _raise_failure(self) -> None:
         if self._store.check([self._key("failure")]):
@@ -141,7 +146,9 @@ class SaveBarrier:
     def _silence(self, name: str) -> str:
         who = "rank 0"
         if name == "ready":
-            late = [r for r in range(self._size) if not self._store.check([self._key("checksums", r)])]
+            key = self._key("objects")
+            lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+            late = sorted(set(range(self._size)) - {json.loads(line)[0] for line in lines})
             who = f"rank {', '.join(map(str, late[:20]))}"
         return (
             f"nothing was heard from {who} for {self._timeout:g} s, and no rank has written anything: dead or hanging"

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.generation import Generation, SupersededEr
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
-from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan, encode_locations
+from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier, open_store
 from megatron.core.dist_checkpointing.saving.shard_file import Workers
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
@@ -350,7 +350,7 @@ class AsyncSaver:
         checksums = transfer.write(pending.pending, barrier.show_progress)
         current.report.staging = transfer.staged_at - current.started
         current.report.writing = time.perf_counter() - current.started
-        barrier.report(encode_locations(snapshot.objects.locations), checksum_records(checksums))
+        barrier.report(snapshot.objects.locations, checksum_records(checksums))
 
     def _commit(
         self, snapshot: _Snapshot, barrier: SaveBarrier, pending: PendingCheckpoint, around: _AroundCommit
