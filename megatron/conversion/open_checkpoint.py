@@ -27,7 +27,7 @@ class Hints:
     args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
     qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: the state beside a Hugging Face model is left alone
+    optimizer: bool = True  # False: its state is passed over, whatever it is
 
 
 class NoCheckpointError(ValueError):
@@ -38,15 +38,15 @@ Opener = Callable[[Path, Hints], Source]
 
 # Format -> (is it one?, open it).
 READERS: dict[str, tuple[Callable[[Path], bool], Opener]] = {
-    "torch_dist": (is_torch_dist, lambda directory, hints: TorchDistSource(directory)),
-    "legacy": (is_legacy, lambda directory, hints: LegacySource(directory)),
+    "torch_dist": (is_torch_dist, lambda directory, hints: TorchDistSource(directory, hints.optimizer)),
+    "legacy": (is_legacy, lambda directory, hints: LegacySource(directory, hints.optimizer)),
     "hf": (
         is_huggingface,
         lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
     ),
     "universal": (
         lambda directory: find_universal(directory) is not None,
-        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout),
+        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
     ),
 }
 

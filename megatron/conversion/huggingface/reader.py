@@ -13,6 +13,7 @@ from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, mathematics, model_config, model_tensors, resolved
+from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.row_maps import gather
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.durable_files import read_json
@@ -93,7 +94,7 @@ class HuggingFaceSource:
         parameter = key.removeprefix(optimizer_key("param", ""))
         if parameter in self._places:
             weight = self._read_parameter(self._places[parameter], offset, shape)
-            if not torch.equal(_bytes(value.to(weight.dtype)), _bytes(weight)):
+            if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the optimizer state in "
                     f"{sidecar.directory} is not this model's: leave it out (--no-optim) or remove it"
@@ -177,7 +178,3 @@ class HuggingFaceSource:
         self.training = sidecar.training
         self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
         self.tensors |= sidecar.tensors
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

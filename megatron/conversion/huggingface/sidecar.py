@@ -16,7 +16,15 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import (
+    ADAM,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.durable_files import read_json, write_json
 
 DIRECTORY = "megatron_state"
@@ -61,9 +69,10 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
     the exported weights may be rounded.
     """
+    states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
     tensors = {}
     for parameter, shape in parameters.items():
-        for state in ("param", "exp_avg", "exp_avg_sq"):
+        for state in states:
             key = optimizer_key(state, parameter)
             read = parameter if state == "param" and key not in source.tensors else key
             if read not in source.tensors:

@@ -17,10 +17,12 @@ from megatron.conversion.model_space.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
     check_main_parameters,
+    read_checked,
+    refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -38,9 +40,11 @@ def is_legacy(directory: Path) -> bool:
 
 
 class LegacySource:
-    """One iteration directory. Tensors stay in the files until they are read."""
+    """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
+    over, whatever it is.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
         first = _open(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0])
         self.args = arguments(first, str(directory))
@@ -55,25 +59,24 @@ class LegacySource:
         stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
         self.unused = [f"{name} (the arguments say {_sizes(layout)})" for name in sorted(stale)]
         self._table = PieceTable()
-        sharded = _sharded_optimizer(list(folders.values()))
+        sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for (tp, pp), content in files.items():
             chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
             chunks = self._add_weights(content, chunks, folders[tp, pp])
             if sharded:
                 self._add_buffers(folders[tp, pp] / OPTIMIZER_FILE, chunks, pp)
-            else:
+            elif optimizer:
                 self._add_states(content.get("optimizer") or {}, chunks, folders[tp, pp] / MODEL_FILE)
-        if sharded:
-            check_main_parameters(self._table, self.description)
         add_implied_main_parameters(self._table)
+        check_main_parameters(self._table, self.description)
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_complete(self.tensors, self.description)
-        groups = param_groups(files[0, 0].get("optimizer"))
+        groups = param_groups(files[0, 0].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[0, 0], self.args, groups)
         self.training.rng = _generators(files, layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(key, offset, shape)
+        return read_checked(self._table, key, offset, shape, self.description)
 
     def _add_weights(
         self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
@@ -124,8 +127,10 @@ class LegacySource:
                 raise CheckpointError(
                     f"{path}: {states['numel_unpadded']} elements, but the stored arguments make it {sum(sizes)}"
                 )
+            names = [name for name in states if name != "numel_unpadded"]
+            refuse_unknown_optimizer(self.args, names, str(path))
             for parameter, bucket, start in placed:
-                for state in OPTIMIZER_STATES:
+                for state in names:
                     self._add_flat(
                         optimizer_key(state, parameter.key), parameter, states[state], sum(sizes[:bucket]) + start
                     )
@@ -135,7 +140,8 @@ class LegacySource:
         inner = optimizer.get("optimizer", optimizer)
         if "state" not in inner:
             return
-        main = optimizer.get("fp32_from_fp16_params")
+        main, states = optimizer.get("fp32_from_fp16_params"), inner["state"]
+        refuse_unknown_optimizer(self.args, {name for state in states.values() for name in state}, str(where))
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = group.get("wd_mult", 1.0) > 0.0
@@ -146,9 +152,8 @@ class LegacySource:
                     f"parameters, the model has {len(members)} of that kind"
                 )
             for position, (number, parameter) in enumerate(zip(group["params"], members, strict=True)):
-                for state in ("exp_avg", "exp_avg_sq"):
-                    tensor = inner["state"][number][state]
-                    self._add_tensor(optimizer_key(state, parameter.key), parameter, tensor, where)
+                for state in [name for name in states.get(number, {}) if name != "step"]:
+                    self._add_tensor(optimizer_key(state, parameter.key), parameter, states[number][state], where)
                 if main is not None:
                     self._add_tensor(optimizer_key("param", parameter.key), parameter, main[index][position], where)
 

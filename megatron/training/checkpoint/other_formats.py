@@ -34,7 +34,7 @@ def foreign_source(config: CheckpointConfig) -> Source | None:
         return None  # whoever looks for our own form explains what is wrong
     if form == "torch_dist" and load_common(directory).get("content_metadata", {}).get("non_homogeneous_layers"):
         return None
-    return open_checkpoint(directory, hints=Hints(optimizer=not config.finetune))
+    return open_checkpoint(directory, hints=Hints(optimizer=not (config.finetune or config.no_load_optim)))
 
 
 def stored_vocab_size(config: CheckpointConfig, source: Source | None) -> int | None:
