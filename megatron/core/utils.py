@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -30,9 +31,24 @@ def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
     return rank * part, (rank + 1) * part
 
 
+def raise_problems(problems: Iterable[str]) -> None:
+    """ValueError that says all of `problems`, one a line; nothing where there is none."""
+    lines = list(problems)
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
 # torch 2.13 renamed these two collectives and warns on the old names.
 all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def size_text(nbytes: float) -> str:
+    """Such as 9.87 MB; in powers of 1000."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.2f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def flag(default: Any, *names: str, choices: tuple[str, ...] | None = None) -> Any:

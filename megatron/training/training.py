@@ -11,14 +11,16 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.conversion.open_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.checkpoint.directory import iteration_of
+from megatron.planning.costs import model_flops_per_token
+from megatron.training.checkpoint.checkpointing import save_checkpoint
 from megatron.training.checkpoint.hf_export import check_hf_target, save_hf
-from megatron.training.checkpoint.other_formats import foreign_source, stored_vocab_size
+from megatron.training.checkpoint.resume import find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
@@ -32,14 +34,12 @@ from megatron.training.forward_backward import forward_backward
 from megatron.training.launch.compile import check_compiler, compile_layers
 from megatron.training.launch.initialize import environment_rank, initialize, lost_ranks_explained, seed_everything
 from megatron.training.reporting import console
-from megatron.training.reporting.flops import model_flops_per_token
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
-from megatron.training.reporting.memory_report import memory, memory_line
-from megatron.training.reporting.params_norm import params_norm
+from megatron.training.reporting.measurements import memory, memory_line, params_norm
 from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.summary import reporting
 from megatron.training.reporting.timers import Timers
-from megatron.training.reporting.writers import make_writers
-from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
 logger = logging.getLogger(__name__)
 
@@ -59,28 +59,26 @@ def pretrain(
     console.configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
-    source = foreign_source(config.checkpoint)
-    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
+    start = find_start(config.checkpoint)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started = started
     check_hf_target(run)
-    load_checkpoint(run, source)
+    load_checkpoint(run, start)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, os.path.join(convert_save, convert_format), convert_format)  # as Megatron-LM places it
         run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
-    writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
-    if not config.training.skip_train:
-        train(run, data, writers)
-    _evaluate_at_the_end(run, data, writers)
-    if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
-        save_hf(run)
-    for writer in writers:
-        writer.close()
+    with reporting(run, model_provider, writers) as writers:
+        if not config.training.skip_train:
+            train(run, data, writers)
+        _evaluate_at_the_end(run, data, writers)
+        if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
+            save_hf(run)
     data.close()
     return run
 
@@ -125,13 +123,11 @@ def build_chunks(
     config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
 ) -> list[DistributedDataParallel]:
     """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
-    stages = config.layer_ranges()
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
-    for index, layers in enumerate(stages[ps.pp.rank]):
-        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
-        chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
+    for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
+        chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
         if config.distributed.compile:
@@ -184,6 +180,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _report_saves(run, writers)
     gc.enable()
     if leave is not None:
+        run.exit_reason = leave.reason
         logger.info(f"exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
@@ -252,7 +249,11 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
 
 def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
-    console.report(log_line(interval, run.train_iters), event="interval", **as_fields(interval, run.train_iters))
+    fields = as_fields(interval) | {
+        "train_iters": run.train_iters,
+        "eta_seconds": interval.seconds_to_go(run.train_iters),
+    }
+    console.report(log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
         console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
@@ -288,7 +289,3 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
         if training.skip_train or not _is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)
-
-
-def _flag_writers(run: Run) -> list[Writer]:
-    return make_writers(run.config.logging, run.config.checkpoint.save, run.config.flags())

@@ -15,7 +15,10 @@ import torch
 import yaml
 
 from megatron.conversion.model_space.model import plain_args
+from megatron.conversion.model_space.schemas import scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
+from megatron.core.dist_checkpointing.format.input_files import read_regular
+from megatron.core.dist_checkpointing.format.schema import mapping
 
 RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 
@@ -44,6 +47,8 @@ _TRAINING = (
     "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
 )  # fmt: skip
 
+_TRAIN_STATE = mapping(scalar)
+
 
 def is_bridge(directory: Path) -> bool:
     return (directory / RUN_CONFIG).is_file()
@@ -56,7 +61,7 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = directory / RUN_CONFIG
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(read_regular(path).decode("utf-8"))
         model = dict(config["model"])
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not the configuration of a model ({error}): it is damaged") from error
@@ -76,7 +81,7 @@ def _counters(path: Path) -> dict[str, Any]:
     """Numbers of steps and samples: scalars, each a tensor of its own."""
     if not path.is_file():
         return {}
-    stored = safe_load(path)
+    stored = _TRAIN_STATE(safe_load(path), str(path))
     return {name: value.item() for name, value in stored.items() if isinstance(value, torch.Tensor)}
 
 
@@ -84,7 +89,9 @@ def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     wrong = [f"{name}: {model[name]}" for name, known in _REQUIRED.items() if model.get(name) not in known]
     if wrong:
         raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
-    args = {_RENAMED.get(name, name): value for name, value in plain_args(model).items()}
+    # Of nested values the window alone counts: aliases of YAML could make others endless.
+    flat = {name: value for name, value in model.items() if name == "window_size" or not isinstance(value, dict | list)}
+    args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     spec = _target(model.get("transformer_layer_spec"))
     return args | {

@@ -1,4 +1,4 @@
-"""Main parameters that are not the weights: refused with the reason by every reader, at the opening or while reading."""
+"""Main parameters that are not the weights: refused with the reason, at the opening or while reading."""
 
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Source, read_whole
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError, write_tracker
+from megatron.training.checkpoint.resume import find_start
+from megatron.training.config.options import CheckpointConfig
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32
 
@@ -37,6 +39,16 @@ def test_a_shift_of_the_whole_tensor_is_seen_at_the_opening(tmp_path: Path, form
     write(defective(slice(None)), form, tmp_path / "run")
     with pytest.raises(CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"):
         open_checkpoint(tmp_path / "run")
+
+
+def test_a_run_refuses_it_and_takes_the_weights_alone(tmp_path: Path) -> None:
+    write_legacy(defective(slice(None)), tmp_path / "iter_0000007", Layout.of(2, 2, 1))
+    write_tracker(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
+        find_start(CheckpointConfig(load=str(tmp_path)))
+    start = find_start(CheckpointConfig(load=str(tmp_path), no_load_optim=True))
+    assert start is not None and start.source is not None and KEY in start.source.tensors
+    assert not any(key.startswith("optimizer.") for key in start.source.tensors)
 
 
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "hf", "universal"])
