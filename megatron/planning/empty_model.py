@@ -38,7 +38,7 @@ def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvide
     meta = torch.device("meta")
     shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
     for index, layers in enumerate(config.layer_ranges()[ps.pp.rank]):
-        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
+        first, last = ps.is_first_chunk(index), ps.is_last_chunk(index)
         rng = TensorParallelRng(0, ps.tp.rank)
         module = model_provider(config, ChunkPlace(layers, first, last, ps, rng, meta))
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]

@@ -125,7 +125,7 @@ def build_chunks(
         check_compiler(rng.device)
     chunks = []
     for index, layers in enumerate(stages[ps.pp.rank]):
-        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
+        first, last = ps.is_first_chunk(index), ps.is_last_chunk(index)
         chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
         chunk.initialize(config.training.seed)
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))

@@ -13,9 +13,9 @@ import torch
 
 from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_groups, write_scheduler
 from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
-from megatron.conversion.deepspeed.names import STYLES, Style, cat_dim
+from megatron.conversion.deepspeed.names import STYLES, Style
 from megatron.conversion.files import Progress, committed, make_empty_directory, no_progress, run_jobs, sync_tree
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, plain_args
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.files import naming
@@ -42,7 +42,7 @@ def write_universal(
     """
     options = options or UniversalOptions()
     writer = _Writer(source, options)
-    names = {key: writer.style.of(key, writer.config) for key in writer.shapes}
+    names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / f"global_step{training.iteration}_universal"
@@ -68,7 +68,7 @@ class _Writer:
         if vocab_size > rows:
             raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
         self.config = config = model_config(source.args, vocab_size, source.description)
-        self.shapes = model_tensors(config)
+        self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         self._check_source()
         self.style = _style(options.style, config)
         self.blocks = options.qkv_blocks
@@ -76,12 +76,13 @@ class _Writer:
         self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
             raise ValueError("Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention")
-        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.shapes)
+        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.parameters)
         steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
         self.step = float(next((step for step in steps if step is not None), 0)) if self.has_optimizer else 0.0
 
     def _check_source(self) -> None:
-        for key, shape in self.shapes.items():
+        for key, parameter in self.parameters.items():
+            shape = parameter.shape
             if key not in self.source.tensors:
                 raise ValueError(f"{self.source.description} lacks {key}, which its arguments call for")
             found = self.source.tensors[key].shape
@@ -102,7 +103,7 @@ class _Writer:
 
     def _value(self, key: str, state: str) -> torch.Tensor:
         """The fp32 main parameter or the weight; a moment, or zeros of one that has not begun."""
-        shape = self.shapes[key]
+        shape = self.parameters[key].shape
         stored = optimizer_key(state, key)
         if state == "param" and stored not in self.source.tensors:
             stored = key
@@ -112,14 +113,14 @@ class _Writer:
 
     def _marks(self, key: str) -> dict[str, Any]:
         """How a loader cuts the tensor for its own tensor parallelism."""
+        parameter = self.parameters[key]
         marks: dict[str, Any] = {}
-        dim = cat_dim(key)
-        if dim is not None:
-            marks["cat_dim"] = dim
-        if key in (WORD_EMBEDDINGS, "output_layer.weight"):
+        if parameter.info.tp_dim is not None:
+            marks["cat_dim"] = parameter.info.tp_dim
+        if parameter.group.embedding:
             marks["vocab_tensor"] = True
-        if self.config.swiglu and ".linear_fc1." in key and "layer_norm" not in key:
-            marks["param_n_sub_params"] = 2
+        if parameter.info.tp_blocks > 1:
+            marks["param_n_sub_params"] = parameter.info.tp_blocks
         return marks
 
     def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class _Writer:
         """By group: with weight decay (matrices), without (vectors)."""
         groups: list[OrderedDict[str, torch.Size]] = [OrderedDict(), OrderedDict()]
         for key, name in names.items():
-            groups[len(self.shapes[key]) == 1][name] = torch.Size(self.shapes[key])
+            groups[not self.parameters[key].group.weight_decay][name] = torch.Size(self.parameters[key].shape)
         return groups
 
     def _patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:

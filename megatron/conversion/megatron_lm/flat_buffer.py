@@ -32,12 +32,12 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
     end = 0  # of the last parameter, in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        if parameter.tied and start > 0:
+        if parameter.info.shared_embedding and start > 0:
             sizes.append(start)
             start = 0
         end = start + parameter.numel
         placed.append(Placed(parameter, len(sizes), start))
-        if parameter.tied or (bucket_size is not None and end >= bucket_size):
+        if parameter.info.shared_embedding or (bucket_size is not None and end >= bucket_size):
             sizes.append(end)
             end = 0
     if end:

@@ -139,7 +139,7 @@ class LegacySource:
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = group.get("wd_mult", 1.0) > 0.0
-            members = [parameter for parameter in everything if parameter.weight_decay == decay]
+            members = [parameter for parameter in everything if parameter.group.weight_decay == decay]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
                     f"{where}: parameter group {index} (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "

@@ -179,7 +179,7 @@ class _Contents:
     def _numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
         """torch's own form: parameters with weight decay first, then those without."""
         everything = [parameter for parameters in chunks for parameter in parameters]
-        members = [[p for p in everything if p.weight_decay], [p for p in everything if not p.weight_decay]]
+        members = [[p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)]
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
         for group, parameters in zip(param_groups, members, strict=True):
