@@ -9,7 +9,7 @@ import torch
 
 from megatron.training.data.samplers import Batch
 from megatron.training.forward_backward import forward_backward
-from megatron.training.launch.initialize import print_rank_0
+from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, reduce_losses
 from megatron.training.run import Run
 
@@ -35,7 +35,8 @@ def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
     """One line of the log, and points under Megatron-LM's names."""
     iteration = run.state.iteration
     perplexity = math.exp(min(20.0, loss))
-    print_rank_0(f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |")
+    line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+    console.report(line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity)
     values = {f"lm loss {name}": loss}
     if run.config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity

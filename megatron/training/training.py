@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -29,15 +30,18 @@ from megatron.training.exit.nan_check import FiniteCheck, NotFiniteError
 from megatron.training.exit.signals import ExitSignals
 from megatron.training.forward_backward import forward_backward
 from megatron.training.launch.compile import check_compiler, compile_layers
-from megatron.training.launch.initialize import initialize, lost_ranks_explained, print_rank_0, seed_everything
+from megatron.training.launch.initialize import environment_rank, initialize, lost_ranks_explained, seed_everything
+from megatron.training.reporting import console
 from megatron.training.reporting.flops import model_flops_per_token
-from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, log_line
+from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.memory_report import memory, memory_line
 from megatron.training.reporting.params_norm import params_norm
 from megatron.training.reporting.profiling import StepProfiler
 from megatron.training.reporting.timers import Timers
 from megatron.training.reporting.writers import make_writers
 from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
+
+logger = logging.getLogger(__name__)
 
 
 def pretrain(
@@ -52,12 +56,13 @@ def pretrain(
     Raises ValueError for what the user can mend, the same on every rank that can see it.
     """
     started = time.monotonic()
+    console.configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
     source = foreign_source(config.checkpoint)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
     for note in config.notes:
-        print_rank_0(f" > {note}")
+        logger.info(note)
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started = started
     check_hf_target(run)
@@ -161,7 +166,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
             if _is_multiple(iteration, run.config.profiling.log_memory_interval):
-                print_rank_0(memory_line(iteration, run.device))
+                logger.info(memory_line(iteration, run.device))
             if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
@@ -179,7 +184,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _report_saves(run, writers)
     gc.enable()
     if leave is not None:
-        print_rank_0(f" > exiting after iteration {run.state.iteration}: {leave.reason}")
+        logger.info(f"exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
 @contextmanager
@@ -247,10 +252,10 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
 
 def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
-    print_rank_0(log_line(interval, run.train_iters))
+    console.report(log_line(interval, run.train_iters), event="interval", **as_fields(interval, run.train_iters))
     times = run.timers.take()
     if times:
-        print_rank_0(run.timers.report(times, len(interval.iterations)))
+        console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
     for writer in writers:
         writer.interval(interval)
         if run.config.logging.log_memory_to_tensorboard:

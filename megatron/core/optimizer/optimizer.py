@@ -49,7 +49,7 @@ class MegatronOptimizer:
     with a gradient that is not finite changes nothing, in any precision. Norm, clipping and that decision stay on the
     device; only dynamic loss scaling waits for it.
 
-    To resume, fill the tensors of `sharded_state_dict`, then call `load_state_dict`. After loading the model's weights
+    To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading the model's weights
     alone, call `reload_model_params`.
     """
 
@@ -102,8 +102,7 @@ class MegatronOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Main parameters and state as boxes of the parameters they belong to; nothing is copied or communicated.
 
-        `model_state` is the sharded state of all chunks, merged. `param` of an fp32 model is the weight itself: load it
-        after the model where a checkpoint may hold the weights less precisely.
+        `model_state` is the sharded state of all chunks, merged.
         """
         entries = _entries_by_param(model_state)
         state: ShardedStateDict = {}
@@ -117,6 +116,20 @@ class MegatronOptimizer:
                     if part.boxes:  # else it is padding of the vocabulary
                         state[key] = part
         return state
+
+    def state_to_load(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """What a load with optimizer state fills: that state, and weights that have no main parameter (frozen ones).
+
+        `load_state_dict` makes the other weights from the main parameters. They must not be loaded, too: those of an
+        fp32 model are the main parameters, the same memory, and a bf16 checkpoint has them in two precisions.
+        """
+        trained = {id(param) for chunk in self.chunks for bucket in chunk.buckets for param in bucket.params}
+        frozen = {
+            key: entry
+            for key, entry in model_state.items()
+            if not (isinstance(entry, ShardedTensor) and id(entry.local) in trained)
+        }
+        return frozen | self.sharded_state_dict(model_state)
 
     def state_dict(self) -> dict[str, Any]:
         """All but the tensors, in Megatron-LM's form, the same on every rank; waits for the device."""

@@ -6,7 +6,9 @@ iteration, schedules. The tracker moves when all of it is durable.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
 from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
-from megatron.conversion.model_space.source import Source
+from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args
@@ -25,8 +27,10 @@ from megatron.training.checkpoint.retention import VALIDATION_LOSS, remove_lefto
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.data.tokenizer import padded_vocab_size
-from megatron.training.launch.initialize import print_rank_0, seed_everything
+from megatron.training.launch.initialize import seed_everything
 from megatron.training.run import Run, TrainState
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
@@ -114,26 +118,25 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
     config, start = run.config.checkpoint, time.perf_counter()
     if found is None:
         if config.load is not None:
-            print_rank_0(f" > {config.load} holds no checkpoint yet: starting from scratch")
+            logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
         return
     common = load_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
     for note in check_same_model(run.config.flags(), stored, str(found)):
-        print_rank_0(f" > {note}")
+        logger.info(note)
     model = model_state(run)
-    wanted = dict(model)
     with_optimizer = not (weights_only or config.no_load_optim)
-    if with_optimizer:
-        wanted |= _optimizer_state(run, model, common, found)
-    if not (weights_only or config.no_load_rng) and rng_key(run.ps) in read_metadata(found).objects:
+    wanted = _optimizer_state(run, model, common, found) if with_optimizer else dict(model)
+    in_files = read_metadata(found)
+    if not (weights_only or config.no_load_rng) and rng_key(run.ps) in in_files.objects:
         wanted[rng_key(run.ps)] = ShardedObject(rng_key(run.ps), None)
     objects = load(
         wanted,
         found,
         strictness=config.dist_ckpt_strictness,
-        skip=lambda key: _left_out(key, with_optimizer),
+        skip=lambda key: _left_out(key, with_optimizer, in_files.tensors),
         verify=config.ckpt_verify,
         exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
     ).objects
@@ -147,7 +150,7 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         if not with_optimizer:
             run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
-    print_rank_0(f" > loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
+    logger.info(f"loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
 
 
 def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
@@ -156,16 +159,19 @@ def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], 
             f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
             "weights (--finetune)"
         )
-    return run.optimizer.sharded_state_dict(model)
+    return run.optimizer.state_to_load(model)
 
 
-def _left_out(key: str, with_optimizer: bool) -> bool:
+def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
     """Keys of a checkpoint that a load passes over on purpose.
 
-    Generators of other places, an optimizer that is not wanted, and what is there for Megatron-core only.
+    Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of other places, and
+    what is there for Megatron-core only.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
+    if with_optimizer and optimizer_key("param", key) in stored:
+        return True
     return key.startswith("rng_state/") or is_extra_state(key)
 
 
@@ -197,7 +203,7 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool]:
     if config.load is not None:
         found, note = find_checkpoint(config.load, config.ckpt_step)
         if note is not None:
-            print_rank_0(f" > {note}")
+            logger.warning(note)
         if found is not None:
             return found, config.finetune
     if config.pretrained_checkpoint is not None:
@@ -235,7 +241,7 @@ def _restore_generators(run: Run, objects: dict[str, Any]) -> None:
         return
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     if not run.config.checkpoint.no_load_rng:
-        print_rank_0(
-            " > the checkpoint has no random number generators of this layout: they are seeded anew from --seed and "
+        logger.info(
+            "the checkpoint has no random number generators of this layout: they are seeded anew from --seed and "
             "the iteration"
         )

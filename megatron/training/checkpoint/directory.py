@@ -73,7 +73,7 @@ def find_checkpoint(root: str | Path, step: int | None) -> tuple[Path | None, st
     complete = complete_iterations(root)
     if complete:
         found = iteration_directory(root, complete[-1])
-        return found, f"warning: {reason}: taking {found}, the newest complete checkpoint"
+        return found, f"{reason}: taking {found}, the newest complete checkpoint"
     if newest is not None:
         raise ValueError(f"{root}: {reason}; {_listed(root)}")
     return None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from megatron.core.dist_checkpointing import CheckpointError, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.training.checkpoint.checkpointing import common_state, model_state
 from megatron.training.checkpoint.convert_in_place import replace_files
-from megatron.training.launch.initialize import print_rank_0
 from megatron.training.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def check_hf_target(run: Run) -> None:
@@ -43,7 +45,7 @@ def save_hf(run: Run) -> None:
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
-    print_rank_0(f" > saved {directory} in Hugging Face's form")
+    logger.info(f"saved {directory} in Hugging Face's form")
 
 
 def _begin_anew(run: Run, directory: Path) -> None:

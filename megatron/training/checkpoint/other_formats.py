@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedStateDict, 
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.directory import find_checkpoint
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.launch.initialize import print_rank_0, seed_everything
+from megatron.training.launch.initialize import seed_everything
 from megatron.training.run import Run, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 def foreign_source(config: CheckpointConfig) -> Source | None:
@@ -60,7 +63,7 @@ def load_foreign(run: Run, source: Source, model: ShardedStateDict) -> None:
     config, start = run.config.checkpoint, time.perf_counter()
     stored, training = stored_args(source.args), source.training
     for note in check_same_model(run.config.flags(), stored, source.description):
-        print_rank_0(f" > {note}")
+        logger.info(note)
     has_optimizer = training is not None and training.param_groups is not None
     weights_only = config.finetune or training is None
     with_optimizer = has_optimizer and not (weights_only or config.no_load_optim)
@@ -69,10 +72,7 @@ def load_foreign(run: Run, source: Source, model: ShardedStateDict) -> None:
             f"{source.description} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run "
             "from its weights (--finetune)"
         )
-    wanted = dict(model)
-    if with_optimizer:
-        wanted |= run.optimizer.sharded_state_dict(model)
-    load_from_source(wanted, source)
+    load_from_source(run.optimizer.state_to_load(model) if with_optimizer else model, source)
     if with_optimizer:
         assert training is not None
         state = {"optimizer": {"param_groups": training.param_groups}, "grad_scaler": training.grad_scaler or {}}
@@ -91,7 +91,7 @@ def load_foreign(run: Run, source: Source, model: ShardedStateDict) -> None:
         )
         seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     what = "weights and optimizer" if with_optimizer else "weights"
-    print_rank_0(
-        f" > loaded {what} of {source.description} at iteration {run.state.iteration} in "
+    logger.info(
+        f"loaded {what} of {source.description} at iteration {run.state.iteration} in "
         f"{time.perf_counter() - start:.2f} s"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.training.checkpoint.directory import iteration_directory
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.launch.initialize import print_rank_0
+
+logger = logging.getLogger(__name__)
 
 
 class SaveFailedError(ValueError):
@@ -37,7 +39,7 @@ class CheckpointSaver:
         )
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[SaveReport] = []
-        self._removals: list[str] = []  # what is to be told of them, after the save that made room for them
+        self._removals: list[tuple[int, str]] = []  # level and text, told after the save that made room
         self._waited = 0.0  # seconds that the last save had to wait for the one before
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
@@ -129,10 +131,10 @@ class CheckpointSaver:
         try:
             removed = self._retention.apply(root)
         except OSError as error:  # the new checkpoint stands in any case
-            self._removals.append(f"WARNING: old checkpoints in {root} could not be removed: {error}")
+            self._removals.append((logging.WARNING, f"old checkpoints in {root} could not be removed: {error}"))
             return
         if removed:
-            self._removals.append(f"removed {', '.join(path.name for path in removed)}")
+            self._removals.append((logging.INFO, f"removed {', '.join(path.name for path in removed)}"))
 
     def _tell(self, reports: list[SaveReport], together: bool) -> None:
         """`together`: all ranks are at the same place, and can stop there."""
@@ -141,14 +143,14 @@ class CheckpointSaver:
                 report.blocking += self._waited
                 self.expected_seconds = report.total
                 self._committed.append(report)
-                print_rank_0(f" > saved {report.directory}: {describe(report)}")
-                for text in self._removals:
-                    print_rank_0(f" > {text}")
+                logger.info(f"saved {report.directory}: {describe(report)}")
+                for level, text in self._removals:
+                    logger.log(level, text)
                 self._removals = []
                 continue
             message = f"{report.directory} was not saved: {report.error}"
             if not self._must_succeed:
-                print_rank_0(f" > WARNING: {message}. Training goes on; the checkpoint before it is still the newest")
+                logger.warning(f"{message}. Training goes on; the checkpoint before it is still the newest")
                 continue
             self.failure = message
         if together and self.failure is not None:

@@ -117,6 +117,8 @@ class LoggingConfig:
 
     log_interval: int = flag(100)
     """Iterations between lines in the log."""
+    log_format: str = flag("text", choices=("text", "json"))
+    """Print Megatron-LM's lines, or one JSON object per line."""
     log_params_norm: bool = flag(False)
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)

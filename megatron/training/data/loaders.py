@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from megatron.core.datasets import Dataset
 from megatron.training.data.samplers import DataIterator
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.launch.initialize import print_rank_0
 from megatron.training.run import DatasetsProvider, Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -68,8 +70,8 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
     if train is None:
         return
     if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):
-        print_rank_0(
-            " > warning: the training data or its order is not that of the checkpoint: of the "
+        logger.warning(
+            "the training data or its order is not that of the checkpoint: of the "
             f"{run.state.consumed_train_samples} samples consumed so far, some may come again and others be left out"
         )
     run.train_data_fingerprint = train.fingerprint

@@ -136,11 +136,6 @@ def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[
         ) from error
 
 
-def print_rank_0(message: str) -> None:
-    if environment_rank() == 0:
-        print(message, flush=True)
-
-
 def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
     if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

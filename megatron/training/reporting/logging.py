@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Protocol
+from datetime import datetime, timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,10 @@ class Interval:
     def seconds_per_iteration(self) -> float:
         return self.seconds / len(self.iterations)
 
+    def seconds_to_go(self, train_iters: int) -> float:
+        """Until iteration `train_iters` at the speed of this interval; evaluations and saves come on top."""
+        return max(0, train_iters - self.last.iteration) * self.seconds_per_iteration
+
     @property
     def tflops_per_device(self) -> float:
         return self.flops / self.seconds / self.world_size / 1e12
@@ -121,14 +125,22 @@ class TrainingLog:
     Per iteration `record`; per interval `close_interval`, which is collective; `paused` around what is not training.
     """
 
-    def __init__(self, ps: ParallelState, device: torch.device, flops_per_token: float, seq_length: int) -> None:
+    def __init__(
+        self,
+        ps: ParallelState,
+        device: torch.device,
+        flops_per_token: float,
+        seq_length: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._ps = ps
+        self._clock = clock
         self._device = device
         self._flops_per_token = flops_per_token
         self._seq_length = seq_length
         self._pending: list[PendingIteration] = []
         self._excluded = 0.0
-        self._start = time.perf_counter()
+        self._start = self._clock()
 
     def record(self, iteration: PendingIteration) -> None:
         self._pending.append(iteration)
@@ -158,7 +170,7 @@ class TrainingLog:
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._clock()
 
 
 def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
@@ -171,6 +183,30 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[flo
         pairs.zero_()
     dist.all_reduce(pairs)
     return [numerator / denominator if denominator else math.nan for numerator, denominator in pairs.tolist()]
+
+
+def as_fields(interval: Interval, train_iters: int) -> dict[str, Any]:
+    """The numbers of a line of the log by name; times in seconds."""
+    last = interval.last
+    return {
+        "iteration": last.iteration,
+        "train_iters": train_iters,
+        "iterations": len(interval.iterations),
+        "consumed_samples": last.consumed_train_samples,
+        "batch_size": last.batch_size,
+        "lm_loss": interval.mean_loss,
+        "grad_norm": last.grad_norm,
+        "learning_rate": last.learning_rate,
+        "loss_scale": last.loss_scale,
+        "num_zeros": last.num_zeros_in_grad,
+        "params_norm": last.params_norm,
+        "skipped": interval.num_skipped,
+        "nan": interval.num_nan,
+        "seconds": interval.seconds,
+        "tokens_per_second": interval.tokens_per_second,
+        "tflops_per_gpu": interval.tflops_per_device,
+        "eta_seconds": interval.seconds_to_go(train_iters),
+    }
 
 
 def log_line(interval: Interval, train_iters: int) -> str:
@@ -191,6 +227,7 @@ def log_line(interval: Interval, train_iters: int) -> str:
         f"params norm: {last.params_norm:.3f}" if last.params_norm is not None else "",
         f"number of skipped iterations: {interval.num_skipped:3d}",
         f"number of nan iterations: {interval.num_nan:3d}",
+        f"ETA: {timedelta(seconds=round(interval.seconds_to_go(train_iters)))}",
     ]
     return " | ".join(part for part in parts if part) + " |"
 

@@ -40,4 +40,4 @@ def memory_line(iteration: int, device: torch.device) -> str:
         what = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
         amount = f"{value / 1e9:.3f} GB" if name.endswith("-bytes") else f"{value:.0f}"
         parts.append(f"{what} {amount} (rank {largest})")
-    return f" > memory after iteration {iteration}, the most over ranks: {', '.join(parts)}"
+    return f"memory after iteration {iteration}, the most over ranks: {', '.join(parts)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.training.config.options import ProfilingConfig
+from megatron.training.reporting.console import EVERY_RANK
 from megatron.training.reporting.timers import Timers
+
+logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
@@ -44,7 +48,7 @@ class StepProfiler:
             self._finish(self._last)
         elif self._wanted and kind is None:
             window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
-            print(f" > WARNING: rank {self._rank} trained none of the iterations {window}: no trace", flush=True)
+            logger.warning(f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK)
 
     def _start(self, iteration: int) -> None:
         self._wanted, self._first = False, iteration
@@ -65,7 +69,7 @@ class StepProfiler:
         where = "device" if torch.cuda.is_available() else "cpu"
         table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
-        print(f" > rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", flush=True)
+        logger.info(f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", extra=EVERY_RANK)
         self._profiler = None
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import PendingIteration, TrainingLog, log_line
+from megatron.training.reporting.logging import PendingIteration, TrainingLog, as_fields, log_line
 from megatron.training.reporting.writers import make_writers
 
 CPU = torch.device("cpu")
@@ -24,13 +23,13 @@ def pending(iteration, loss, skipped=False):
 
 def closed_interval(rank, world_size, tp=1, pp=1):
     ps = ParallelState.create(ParallelConfig(tp, pp))
-    log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16)
+    times = iter([10.0, 11.0, 15.0, 17.0])  # the start, the pause, the end
+    log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16, clock=lambda: next(times))
     for iteration in (1, 2):
         value = float(iteration + ps.dp.rank) if ps.pp.is_last else 0.0
         log.record(pending(iteration, torch.tensor([2 * value, 2.0 if ps.pp.is_last else 0.0])))
-    time.sleep(0.02)
     with log.paused():
-        time.sleep(0.2)
+        pass
     return log.close_interval(), log.is_empty
 
 
@@ -40,11 +39,12 @@ def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses
         assert [it.lm_loss for it in interval.iterations] == losses and is_empty
         assert [it.grad_norm for it in interval.iterations] == [1.0, 2.0]
         assert interval.tokens == 2 * 8 * 16 and interval.flops == 2 * 8 * 16 * 1e6
-        assert 0.02 <= interval.seconds < 0.2  # without the pause
+        assert interval.seconds == 3.0  # without the pause
 
 
 def interval_of(rank, world_size, rows):
-    log = TrainingLog(ParallelState.create(ParallelConfig()), CPU, flops_per_token=1e6, seq_length=16)
+    times = iter([0.0, 3.0 * len(rows)])
+    log = TrainingLog(ParallelState.create(ParallelConfig()), CPU, 1e6, 16, clock=lambda: next(times))
     for iteration, loss, skipped in rows:
         log.record(pending(iteration, torch.tensor([loss, 1.0]), skipped))
     return log.close_interval()
@@ -66,9 +66,17 @@ def test_log_line(pool):
         "grad norm: 12.000 |",
         "number of skipped iterations:   2 |",
         "number of nan iterations:   1 |",
+        "ETA: 0:04:24 |",  # 88 iterations of 3 seconds
     ):
         assert part in line
     assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line) and "params norm" not in line
+
+
+def test_fields_of_a_json_line(pool):
+    (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, math.nan, False)])
+    fields = as_fields(interval, 100)
+    assert fields["iteration"] == 10 and fields["iterations"] == 2 and fields["seconds"] == 6.0 and fields["nan"] == 1
+    assert fields["eta_seconds"] == 270.0 and math.isnan(fields["lm_loss"])
 
 
 def test_tensorboard(pool, tmp_path):

@@ -1,0 +1,56 @@
+"""What is printed: by rank 0, once, as text or as JSON."""
+
+import json
+import logging
+import math
+
+import pytest
+
+from megatron.training.reporting.console import EVERY_RANK, configure_logging, report
+
+core = logging.getLogger("megatron.core.some_module")
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    package = logging.getLogger("megatron")
+    package.handlers.clear()
+    package.setLevel(logging.NOTSET)
+
+
+def say_everything():
+    core.debug("never")
+    core.info("an info of %d words", 5)
+    core.warning("a warning")
+    core.info("my rank alone knows", extra=EVERY_RANK)
+    core.error("an error")
+    report(" [now] iteration 3 |", event="interval", iteration=3, lm_loss=math.nan)
+
+
+def test_rank_0_says_everything_once(capsys):
+    configure_logging(0)
+    configure_logging(0)
+    say_everything()
+    assert capsys.readouterr().out.splitlines() == [
+        " > an info of 5 words",
+        " > WARNING: a warning",
+        " > my rank alone knows",
+        " > ERROR: an error",
+        " [now] iteration 3 |",
+    ]
+
+
+def test_other_ranks_say_what_they_alone_know(capsys):
+    configure_logging(1)
+    say_everything()
+    assert capsys.readouterr().out.splitlines() == [" > my rank alone knows", " > ERROR: an error"]
+
+
+def test_json(capsys):
+    configure_logging(0, "json")
+    say_everything()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(line.pop("time").endswith("+00:00") for line in lines)
+    assert lines[1] == {"level": "warning", "message": "a warning"}
+    assert lines[-1] == {"event": "interval", "iteration": 3, "lm_loss": None}
