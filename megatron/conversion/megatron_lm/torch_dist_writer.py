@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import mmap
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.conversion.files import Progress, no_progress, run_jobs
+from megatron.conversion.files import Progress, no_progress
 from megatron.conversion.megatron_lm.extra_states import extra_states
-from megatron.conversion.model_space.source import Source, TensorInfo
-from megatron.core.dist_checkpointing.files import write_durably
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
-from megatron.core.dist_checkpointing.format.metadata import Location, encode_metadata
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem, layout_files, plan_metadata
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, make_plan
-from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult
-from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
-from megatron.core.dist_checkpointing.saving.snapshot import common_archive, object_file
-
-_BUFFER = 32 << 20  # bytes; a multiple of the checksums' blocks
+from megatron.conversion.model_space.source import Source
+from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
 
 # The form of the optimizer state, in Megatron-core's terms: one key per layer, at the parameter's shape.
 CONTENT_METADATA = {
@@ -43,44 +27,16 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
 
     Returns what could not be carried: nothing.
     """
-    spec = LocalSpec(tuple(_whole(key, info) for key, info in source.tensors.items()), ())
-    (plan,) = make_plan([spec])
-    layouts = layout_files(plan, 0, files)
-    save = PendingSave.begin(directory, f"convert-{os.getpid()}", 0, 1)
-    written: dict[str, FileChecksums] = {}
-    try:
-        jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
-        run_jobs(jobs, files)
-        objects = _write_objects(source, save.pending, files, written)
-        metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
-        save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
-    except BaseException as error:
-        save.abandon(str(error))
-        save.forget()
-        raise
-    return []
-
-
-def _job(
-    source: Source, directory: Path, layout: FileLayout, progress: Progress, written: dict[str, FileChecksums]
-) -> Callable[[], None]:
-    def job() -> None:
-        written[layout.name] = _write_file(source, directory / layout.name, layout, progress)
-
-    return job
-
-
-def _write_objects(
-    source: Source, directory: Path, files: int, written: dict[str, FileChecksums]
-) -> dict[str, Location]:
-    """What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to."""
+    state: ShardedStateDict = {
+        key: ShardedTensor.lazy(key, info.shape, info.dtype, partial(source.read, key))
+        for key, info in source.tensors.items()
+    }
+    # What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to.
+    state |= extra_states(source.tensors)
     rng = source.training.rng if source.training is not None else {}
-    generators = [ShardedObject(key, read()) for key, read in rng.items()]
-    objects = object_file([*extra_states(source.tensors).values(), *generators], 0, files)
-    if objects.content:
-        write_durably(directory / objects.name, objects.content)
-        written[objects.name] = checksums_of(objects.content)
-    return objects.locations
+    state |= {key: ShardedObject(key, read()) for key, read in rng.items()}
+    save(state, directory, common=common_state(source), workers=files, progress=progress)
+    return []
 
 
 def common_state(source: Source) -> dict[str, Any]:
@@ -107,56 +63,3 @@ def common_state(source: Source) -> dict[str, Any]:
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
     return common
-
-
-def _whole(key: str, info: TensorInfo) -> TensorSpec:
-    return TensorSpec(key, info.shape, info.dtype, (((0,) * len(info.shape), info.shape),))
-
-
-def _write_file(source: Source, path: Path, layout: FileLayout, progress: Progress) -> FileChecksums:
-    """Stream the items of one file through a page-aligned buffer (for direct writes) into it."""
-    shard = ShardFile(path, layout.size)
-    buffer = memoryview(mmap.mmap(-1, _BUFFER))  # goes with its last slice, which an error's traceback may hold
-    durable = False
-    try:
-        filled, offset = 0, 0
-        for segment in _segments(source, layout):
-            position = 0
-            while position < len(segment):
-                count = min(len(segment) - position, _BUFFER - filled)
-                buffer[filled : filled + count] = segment[position : position + count]
-                filled, position = filled + count, position + count
-                if filled == _BUFFER:
-                    shard.write(offset, buffer, filled)
-                    filled, offset = 0, offset + _BUFFER
-                    progress(_BUFFER)
-        if filled:
-            shard.write(offset, buffer, filled)
-            progress(filled)
-        durable = True
-    finally:
-        checksums = shard.close(durable)
-    return checksums
-
-
-def _segments(source: Source, layout: FileLayout) -> Iterator[memoryview]:
-    """All bytes of a file in order."""
-    for placed in layout.items:
-        envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
-        yield memoryview(envelope.prefix)
-        for tensor in _rows(source, placed):
-            yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        yield memoryview(envelope.suffix)
-        yield memoryview(bytes(placed.end - placed.position - placed.length))
-
-
-def _rows(source: Source, placed: PlacedItem) -> Iterator[torch.Tensor]:
-    """The item's tensor in runs of rows of at most the buffer's size."""
-    key, offset, shape = placed.item.key, placed.item.offset, placed.item.shape
-    if not shape or not placed.item.nbytes:
-        yield source.read(key, offset, shape).reshape(-1)
-        return
-    rows = max(1, _BUFFER // (placed.item.nbytes // shape[0]))
-    for first in range(0, shape[0], rows):
-        count = min(rows, shape[0] - first)
-        yield source.read(key, (offset[0] + first, *offset[1:]), (count, *shape[1:]))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
-from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem
+from megatron.core.dist_checkpointing.planning.planner import WriteItem
 
 SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
@@ -72,7 +73,24 @@ class BytesSource:
         slot.view[part.at : part.at + part.length] = self._view[part.start : part.start + part.length]
 
 
-Source = HostSource | DeviceSource | BytesSource
+class LazySource:
+    """The bytes of an item that is read while it is staged, whole rows at a time."""
+
+    def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: WriteItem) -> None:
+        self._read, self._item = read, item
+
+    def copy(self, slot: Slot, part: Part) -> None:
+        offset, shape, skipped = self._item.offset, self._item.shape, part.start
+        if shape:
+            row = self._item.nbytes // shape[0]
+            first, last = part.start // row, -(-(part.start + part.length) // row)
+            offset, shape = (offset[0] + first, *offset[1:]), (last - first, *shape[1:])
+            skipped -= first * row
+        values = self._read(offset, shape).contiguous().view(-1).view(torch.uint8)
+        slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
+
+
+Source = HostSource | DeviceSource | BytesSource | LazySource
 
 
 class Slot(NamedTuple):
@@ -165,21 +183,24 @@ def bind_sources(
     files: Sequence[FileLayout], constants: Sequence[BytesSource], state: ShardedStateDict, volatile: frozenset[str]
 ) -> list[Source]:
     """All sources in `cut_chunks`' numbering, over the live tensors of `state`; `volatile` keys are copied now."""
-    boxes: dict[tuple[str, tuple[int, ...]], Box] = {
-        (entry.key, box.offset): box
-        for entry in state.values()
-        if isinstance(entry, ShardedTensor)
-        for box in entry.boxes
-    }
+    tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
+    boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[Source] = []
     for number, placed in enumerate(placed for file in files for placed in file.items):
-        tensor = _piece(boxes[placed.item.key, placed.item.box], placed)
-        if placed.item.key in volatile:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        tensor = tensor.contiguous()
-        data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
+        key, read = placed.item.key, tensors[placed.item.key].read
+        if read is not None:
+            data: Source = LazySource(read, placed.item)
+        else:
+            data = _live_source(_piece(boxes[key, placed.item.box], placed), key in volatile)
         sources += [constants[2 * number], data, constants[2 * number + 1]]
     return sources
+
+
+def _live_source(tensor: torch.Tensor, volatile: bool) -> Source:
+    if volatile:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tensor = tensor.contiguous()
+    return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
 
 
 def _piece(box: Box, placed: PlacedItem) -> torch.Tensor:
