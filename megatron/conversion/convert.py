@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
-from megatron.conversion.files import Progress, no_progress, sync_tree
+from megatron.conversion.files import Progress, alone_in, no_progress
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
-from megatron.conversion.output_directory import alone_in
 from megatron.core.dist_checkpointing import write_tracker
-from megatron.core.dist_checkpointing.files import put_in_place
+from megatron.core.durable_files import fsync_tree, put_in_place
 
 _VERIFY_BYTES = 64 << 20
 
@@ -123,7 +122,7 @@ def convert(
     partial = save_dir.with_name(f".{save_dir.name}.converting")
     with alone_in(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
-        sync_tree(partial)
+        fsync_tree(partial)
         verified = compare(changed, open_checkpoint(partial)) if verify else None
         put_in_place(partial, save_dir)
     unused = [f"unused in the source: {name}" for name in source.unused]

@@ -1,8 +1,8 @@
-"""Output files: written under a temporary name, named at last, and flushed to disk as a tree."""
+"""What all writers share: where a conversion grows, who works on it, and how large its parts are."""
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.files import fsync_directory, naming
+from megatron.core.durable_files import naming, remove
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
 
@@ -29,15 +29,34 @@ def make_empty_directory(directory: Path) -> None:
 
 
 @contextmanager
-def committed(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; it takes its name `path` only if the block ends well."""
-    temporary = path.with_name(path.name + ".tmp")
+def alone_in(directory: Path) -> Iterator[None]:
+    """The directory, made or emptied, for one process at a time; it is removed if the block fails.
+
+    Raises ValueError while another conversion works there. What a killed one left is removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        _lock(handle, directory)
+        try:
+            for path in directory.iterdir():
+                remove(path)
+            make_empty_directory(directory)
+            yield
+        except BaseException:
+            remove(directory)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, directory: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
+    except OSError:  # some network file systems have no locks
+        pass
 
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
@@ -52,19 +71,6 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
                 view, position = view[count:], position + count
     finally:
         os.close(descriptor)
-
-
-def write_json(path: Path, value: Any) -> None:
-    with committed(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    """Raises ValueError, naming the file, for a file that is no JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): it is damaged or no such file") from error
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
@@ -84,20 +90,6 @@ def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def sync_tree(directory: Path) -> None:
-    """Make every file and directory below `directory` durable."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = os.path.join(folder, name)
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                with naming(path):
-                    os.fsync(handle)
-            finally:
-                os.close(handle)
-        fsync_directory(Path(folder))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

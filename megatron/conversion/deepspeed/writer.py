@@ -14,11 +14,11 @@ import torch
 from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_groups, write_scheduler
 from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
 from megatron.conversion.deepspeed.names import STYLES, Style
-from megatron.conversion.files import Progress, committed, make_empty_directory, no_progress, run_jobs, sync_tree
+from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing.files import naming
+from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
@@ -51,10 +51,10 @@ def write_universal(
     run_jobs(jobs, options.workers)
     _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
     _save(target / model_state_name(0), writer.model_state(training, names))
-    sync_tree(directory)
+    fsync_tree(directory)
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
-    sync_tree(directory)
+    fsync_tree(directory)
     lost = foreign_parts(writer.config)
     lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
     return lost + (["random number state: it belongs to one layout"] if training.rng else [])

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import read_json
 from megatron.conversion.huggingface.families import Place, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
@@ -16,6 +15,7 @@ from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
 from megatron.conversion.model_space.row_maps import gather
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.core.durable_files import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 

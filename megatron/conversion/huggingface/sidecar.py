@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import read_json, write_json
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
+from megatron.core.durable_files import read_json, write_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar

@@ -9,8 +9,8 @@ from typing import Any
 
 import sentencepiece
 
-from megatron.conversion.files import committed, read_json, write_json
 from megatron.conversion.huggingface.sentencepiece import sentencepiece_tokenizer
+from megatron.core.durable_files import committed, read_json, write_json
 
 _FILES = (
     "tokenizer.json",

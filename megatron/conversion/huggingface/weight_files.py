@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from megatron.conversion.files import read_json
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.durable_files import read_json
 
 
 class TensorFile(Protocol):

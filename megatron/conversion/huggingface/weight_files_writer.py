@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.files import Progress, committed, run_jobs, write_json
+from megatron.conversion.files import Progress, run_jobs
 from megatron.conversion.huggingface.safetensors_file import SafetensorsWriter
 from megatron.conversion.model_space.row_maps import RowMap, Run, runs, scatter
 from megatron.conversion.model_space.source import TensorInfo
+from megatron.core.durable_files import committed, write_json
 
 _RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is read in (at most four bytes an element)
 

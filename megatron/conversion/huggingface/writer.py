@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import Progress, make_empty_directory, no_progress, sync_tree, write_json
+from megatron.conversion.files import Progress, make_empty_directory, no_progress
 from megatron.conversion.huggingface import sidecar as hf_sidecar
 from megatron.conversion.huggingface.families import Family, Place, choose_family
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
@@ -19,6 +19,7 @@ from megatron.conversion.huggingface.weight_files_writer import Outgoing, write_
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, optimizer_key
+from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -58,9 +59,9 @@ def write_huggingface(
         hf_sidecar.write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
     token_ids, lost = export_tokenizer(source.args, options.tokenizer, directory)
     write_generation_config(directory, token_ids)
-    sync_tree(directory)
+    fsync_tree(directory)
     write_json(directory / "config.json", _config_json(family, config, token_ids))
-    sync_tree(directory)
+    fsync_tree(directory)
     return lost + _not_carried(source, bool(optimizer))
 
 

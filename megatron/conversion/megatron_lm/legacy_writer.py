@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections import OrderedDict, defaultdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.files import Progress, no_progress, run_jobs, sync_tree
+from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.megatron_lm.args import stored_model
 from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
@@ -31,8 +30,8 @@ from megatron.conversion.model_space.rank_layout import (
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
 from megatron.conversion.model_space.write_regions import Place, scatter
-from megatron.core.dist_checkpointing.files import fsync_directory, naming
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
+from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
 from megatron.core.utils import round_up
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -64,11 +63,10 @@ def write_legacy(
                     places[key].append(place)
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
         run_jobs([partial(scatter, source, key, wanted, progress) for key, wanted in places.items()], workers)
-        sync_tree(pending)
-        os.rename(pending, directory)
-        fsync_directory(directory.parent)
+        fsync_tree(pending)
+        put_in_place(pending, directory)
     except BaseException:
-        shutil.rmtree(pending, ignore_errors=True)
+        remove(pending)
         raise
     return contents.not_carried
 

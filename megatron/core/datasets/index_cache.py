@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron.core.datasets.files import sync_directory, whole_file
+from megatron.core.durable_files import committed, fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ def _load(stem: Path) -> tuple[Arrays | None, str]:
 def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: bool) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     for key, array in arrays.items():
-        with whole_file(f"{stem}-{key}.npy", replace) as file:
+        with committed(f"{stem}-{key}.npy", replace) as temporary, temporary.open("wb") as file:
             np.save(file, array, allow_pickle=False)
     record = {"description": description, "arrays": {key: digest_of_array(array) for key, array in arrays.items()}}
-    with whole_file(_record_path(stem), replace) as file:
-        file.write(json.dumps(record, indent=1).encode())
-    sync_directory(stem.parent)
+    with committed(_record_path(stem), replace) as temporary:
+        temporary.write_text(json.dumps(record, indent=1))
+    fsync_directory(stem.parent)
 
 
 def _record_path(stem: Path) -> Path:

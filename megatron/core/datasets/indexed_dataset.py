@@ -21,7 +21,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.core.datasets.files import sync_and_close, sync_directory, temporary_name
+from megatron.core.durable_files import fsync_directory, fsync_file, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -231,7 +231,7 @@ class IndexedDatasetBuilder:
 
     def commit(self) -> None:
         """Both files durable, then .bin renamed, then .idx: whoever sees the .idx sees a whole data set."""
-        sync_and_close(self._file)
+        self._file.close()
         with open(self._temporary["idx"], "wb") as file:
             lengths = np.asarray(self._lengths, dtype="<i4")
             offsets = np.zeros(len(lengths), dtype="<i8")
@@ -240,17 +240,18 @@ class IndexedDatasetBuilder:
             file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
             for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
                 file.write(values.tobytes())
-            sync_and_close(file)
+        for temporary in self._temporary.values():
+            fsync_file(temporary)
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never stand beside the new tokens
         for name in ("bin", "idx"):
             os.replace(self._temporary[name], f"{self.prefix}.{name}")
-        sync_directory(Path(self.prefix).parent)
+        fsync_directory(Path(self.prefix).parent)
 
     def discard(self) -> None:
         """Remove what was written."""
         self._file.close()
         for path in self._temporary.values():
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

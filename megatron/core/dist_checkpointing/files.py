@@ -1,18 +1,13 @@
-"""Durable files: temp file, fsync, rename, fsync of the directory."""
+"""Names in a directory of checkpoints: the files of a checkpoint, the tracker, what unfinished saves leave."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import glob
-import json
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.durable_files import REPLACED, remove, restore_replaced, write_durably
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
@@ -25,46 +20,7 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_PENDING, _REPLACED, _TEMPORARY = ".saving-", ".replaced-", ".tmp"
-
-
-@contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An OSError of the block says which file it is about: those of a descriptor do not know."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make created, renamed and removed names in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """`path` has either its old content or all of the new one, whenever the machine stops."""
-    temporary = path.with_name(path.name + _TEMPORARY)
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    fsync_directory(path.parent)
+_PENDING = ".saving-"
 
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
@@ -95,16 +51,6 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
     return (path / METADATA).is_file() and (path / METADATA_JSON).is_file()
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None without the file."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not intact JSON: {error}") from error
-
-
 def pending_directory(directory: Path, save_id: str) -> Path:
     """Where the checkpoint grows before it gets its name by one rename."""
     return directory.with_name(f"{_PENDING}{directory.name}-{save_id}")
@@ -116,60 +62,21 @@ def remove_unfinished(directory: Path) -> None:
         remove(path)
 
 
-def remove(path: Path) -> None:
-    """A file, a link, or as much of a directory as possible: what stays has a name that nobody takes for whole."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def put_in_place(pending: Path, directory: Path) -> None:
-    """Rename the finished `pending` to `directory`, durably; what was there is removed afterwards.
-
-    An error or interruption between the renames puts it back.
-    """
-    old = directory.with_name(f"{_REPLACED}{directory.name}")
-    try:
-        if directory.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(directory, old)
-        os.replace(pending, directory)
-    except BaseException:
-        if old.exists() and not directory.exists():
-            os.replace(old, directory)
-        raise
-    fsync_directory(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
     """Remove what crashed saves left in `save_directory`; returns the removed names. No save may be running.
 
-    A crash in the moment between the two renames that replace a checkpoint left the old one under another name: it gets
-    its name back.
+    A crash between the two renames that replace a checkpoint left the old one under another name: it gets its name
+    back.
     """
     root, removed = Path(save_directory), []
     if not root.is_dir():
         return []
     for path in sorted(root.iterdir()):
-        if path.name.startswith(_REPLACED):
-            original = path.with_name(path.name.removeprefix(_REPLACED))
-            if not original.exists():
-                os.rename(path, original)
-                fsync_directory(root)
+        if path.name.startswith(REPLACED):
+            if restore_replaced(path, root):
                 continue
-        elif not path.name.startswith(_PENDING) and path.name != TRACKER + _TEMPORARY:
+        elif not path.name.startswith((_PENDING, TRACKER + ".tmp")):
             continue
         remove(path)
         removed.append(path.name)
     return removed
-
-
-def check_free_space(directory: Path, needed: int) -> None:
-    """Raises OSError(ENOSPC) when the file system of `directory` has less than `needed` bytes left for us."""
-    usage = os.statvfs(directory)
-    free = usage.f_bavail * usage.f_frsize
-    if usage.f_blocks and free < needed:
-        text = f"No space left: the checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        raise OSError(errno.ENOSPC, text, str(directory))

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, read_json
+from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
 from megatron.core.dist_checkpointing.planning.planner import find_fault
+from megatron.core.durable_files import read_json
 
 _READ_SIZE = 8 * BLOCK_SIZE
 
@@ -97,9 +98,10 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
     except CheckpointError as error:
         report.problems.append(str(error))
     try:
-        if read_json(path / METADATA_JSON) is None:
-            report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
-    except CheckpointError as error:
+        read_json(path / METADATA_JSON)
+    except FileNotFoundError:
+        report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    except ValueError as error:
         report.problems.append(str(error))
     if (path / COMMON).exists():
         try:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import check_free_space, fsync_directory
+from megatron.core.durable_files import check_free_space, fsync_directory
 
 
 def replace_files(directory: Path, write: Callable[[Path], object]) -> None:

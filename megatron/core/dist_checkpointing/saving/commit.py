@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import files
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of, encode_checksums
 from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.durable_files import put_in_place, write_durably
 
 Rewrite = Callable[[Path, Callable[[int], None]], None]
 """Puts other files in the place of a checkpoint's, durably, in the directory where it grows.
@@ -100,12 +101,12 @@ class PendingSave(NamedTuple):
         for name in self._names():
             if name.endswith((_DONE, _FAILED)):
                 os.unlink(self.pending / name)
-        files.write_durably(self.pending / files.CHECKSUMS, encode_checksums(sums))
+        write_durably(self.pending / files.CHECKSUMS, encode_checksums(sums))
         for name, content in contents.items():
-            files.write_durably(self.pending / name, content)
+            write_durably(self.pending / name, content)
         if rewrite is not None:
             rewrite(self.pending, lambda _: self._show_life())
-        files.put_in_place(self.pending, self.directory)
+        put_in_place(self.pending, self.directory)
 
     def abandon(self, reason: str) -> None:
         """On rank 0: tell the other ranks why and remove all files."""

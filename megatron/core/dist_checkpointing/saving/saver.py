@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import check_free_space
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult, Rewrite
@@ -34,6 +33,7 @@ from megatron.core.dist_checkpointing.saving.shard_file import Workers
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
+from megatron.core.durable_files import check_free_space
 
 
 @dataclass

@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.files import naming
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.durable_files import naming
 
 _PAGE = 4096
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
