@@ -16,7 +16,7 @@ from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_F
 from megatron.conversion.deepspeed.names import STYLES, Style
 from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_parameters, plain_args
-from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
+from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
 from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,7 +95,7 @@ class _Writer:
         for state, name in STATE_FILES.items():
             tensor = self._value(key, state)
             if self._qkv_map is not None and ".linear_qkv." in key and "layer_norm" not in key:
-                tensor = scatter(self._qkv_map, 0, tensor)
+                tensor = pack_rows(self._qkv_map, 0, tensor)
             _save(folder / name, self._marks(key) | {"param": tensor.contiguous()})
             progress(tensor.nbytes)
             del tensor  # before the next one is read

@@ -13,7 +13,7 @@ from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import gather
+from megatron.conversion.model_space.row_maps import unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.durable_files import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
@@ -85,7 +85,7 @@ class HuggingFaceSource:
                 return self._files[name].read(name, (offset[1], first), (shape[1], count)).t()
             return self._files[name].read(name, (first, *offset[1:]), (count, *shape[1:]))
 
-        return gather(place.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
+        return unpack_rows(place.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
 
     def _read_optimizer(self, sidecar: Sidecar, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Main parameters must still be those of the weights, to the bit: else the moments belong to another model."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_model
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
@@ -90,3 +89,60 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     return optimizer.get("grad_scaler") or None if isinstance(optimizer, Mapping) else None
+
+
+# Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
+# Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "num_experts": (None, 1),
+    "multi_latent_attention": (False, None),
+    "apply_layernorm_1p": (False, None),
+    "layernorm_zero_centered_gamma": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "rope_type": (None, "rope"),
+    "no_rope_freq": (None,),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "attention_output_gate": (False, None),
+    "window_attn_skip_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "is_hybrid_model": (False, None),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "mtp_num_layers": (None, 0),
+}
+
+# Where ranks hold other parameters than `rank_layout` says. Only files that are cut by rank depend on it.
+_LAYOUT: dict[str, tuple[Any, ...]] = {
+    "pipeline_model_parallel_layout": (None,),
+    "account_for_embedding_in_pipeline_split": (False, None),
+    "account_for_loss_in_pipeline_split": (False, None),
+}
+
+
+def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError that names every argument with which the run was another kind of model."""
+    _refuse(args, _MODEL, f"{where} is of a model that is not supported here: ")
+
+
+def refuse_unsupported_layout(args: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError that names every argument with which the layers were distributed by another rule."""
+    way_out = "(save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which has no layout): "
+    _refuse(args, _LAYOUT, f"{where}: its files are cut by a pipeline layout that is not supported here {way_out}")
+
+
+def _refuse(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], message: str) -> None:
+    wrong = [name for name, values in known.items() if name in args and args[name] not in values]
+    if wrong:
+        raise ValueError(message + ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong))

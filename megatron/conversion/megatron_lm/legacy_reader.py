@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
-from megatron.conversion.megatron_lm.rng import rng_key
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    refuse_unsupported_layout,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import rng_key
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
+    bucket_size_of,
     check_complete,
     check_main_parameters,
+    plan_buckets,
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters

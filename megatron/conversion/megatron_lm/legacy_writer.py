@@ -17,10 +17,11 @@ import torch
 
 from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.megatron_lm.args import stored_model
-from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
-from megatron.conversion.megatron_lm.rng import initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.objects import initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.pieces import FilePlace, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
@@ -29,7 +30,6 @@ from megatron.conversion.model_space.rank_layout import (
     with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
-from megatron.conversion.model_space.write_regions import Place, scatter
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
 from megatron.core.utils import round_up
@@ -54,7 +54,7 @@ def write_legacy(
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
-        places: dict[str, list[Place]] = defaultdict(list)
+        places: dict[str, list[FilePlace]] = defaultdict(list)
         for tp, pp in layout.ranks:
             folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
             folder.mkdir()
@@ -62,7 +62,7 @@ def write_legacy(
                 for key, place in _begin_file(folder / name, content, contents.held):
                     places[key].append(place)
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
-        run_jobs([partial(scatter, source, key, wanted, progress) for key, wanted in places.items()], workers)
+        run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
         fsync_tree(pending)
         put_in_place(pending, directory)
     except BaseException:
@@ -208,7 +208,9 @@ class _Contents:
         return initial_rng_state(seed, tp, pp)
 
 
-def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]) -> list[tuple[str, Place]]:
+def _begin_file(
+    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]
+) -> list[tuple[str, FilePlace]]:
     """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
     layout = lay_out_archive(content)
     result = []
@@ -224,5 +226,5 @@ def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list
             for key, parameter, first in held.get(slot, ()):
                 for box in parameter.boxes:
                     start = position + (first + box.start) * slot.dtype.itemsize
-                    result.append((key, Place(box.offset, box.shape, path, start)))
+                    result.append((key, FilePlace(box.offset, box.shape, path, start)))
     return result

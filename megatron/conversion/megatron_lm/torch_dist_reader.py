@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
-from megatron.conversion.megatron_lm.flat_buffer import fit_buckets
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    refuse_unsupported_layout,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
     check_main_parameters,
+    fit_buckets,
 )
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.extra_states import extra_states
+from megatron.conversion.megatron_lm.objects import extra_states
 from megatron.conversion.model_space.source import Source
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
 

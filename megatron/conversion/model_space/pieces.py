@@ -1,19 +1,22 @@
-"""Global tensors that lie in pieces: which pieces a box needs, and the box put together."""
+"""Global tensors that lie in pieces of files: a box put together from them, and a tensor taken apart into them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.conversion.files import Progress, write_at
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
+_BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
@@ -90,3 +93,39 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
 
     return read
+
+
+class FilePlace(NamedTuple):
+    """The box at `offset` of extent `shape` goes to byte `position` of `path`, row by row."""
+
+    offset: Shape
+    shape: Shape
+    path: Path
+    position: int
+
+
+def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progress: Progress) -> None:
+    """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are long enough."""
+    info = source.tensors[key]
+    rows = info.shape[0]
+    step = max(1, _BLOCK * rows // max(1, info.nbytes))
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        last = first + count
+        wanted = [place for place in places if place.offset[0] < last and first < place.offset[0] + place.shape[0]]
+        if not wanted:
+            continue
+        block = source.read(key, (first,) + (0,) * (len(info.shape) - 1), (count, *info.shape[1:]))
+        for place in wanted:
+            progress(_write_part(block, first, place))
+
+
+def _write_part(block: torch.Tensor, first: int, place: FilePlace) -> int:
+    """Write the rows of `block`, which begins at row `first`, that `place` wants; returns their bytes."""
+    low = max(first, place.offset[0])
+    high = min(first + len(block), place.offset[0] + place.shape[0])
+    columns = tuple(slice(o, o + n) for o, n in zip(place.offset[1:], place.shape[1:], strict=True))
+    part = block[(slice(low - first, high - first), *columns)].contiguous()
+    row = part.nbytes // len(part)
+    write_at(place.path, part, place.position + (low - place.offset[0]) * row)
+    return part.nbytes

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
-from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
+from megatron.conversion.megatron_lm.objects import extra_states, is_extra_state
+from megatron.conversion.megatron_lm.objects import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
