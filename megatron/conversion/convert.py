@@ -212,7 +212,9 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:
     """Below `root` as a run saves it: a directory per iteration, and the tracker last."""
-    iteration: int | str = source.training.iteration if source.training is not None else "release"
+    training = source.training
+    begun = training is not None and (training.iteration > 0 or training.param_groups is not None)
+    iteration: int | str = training.iteration if training is not None and begun else "release"
     not_carried = write(root / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"))
     write_tracker(root, iteration)
     return not_carried

@@ -38,6 +38,8 @@ CASES = [  # case, format, processes, layout
     ("mcore_0.16.1/llama_bf16_tp2_nodistopt", "legacy", 2, TP2),
     ("mcore_0.12.0/llama_fp32_tp2pp2", "torch_dist_fully_sharded_model_space", 1, TP1),
     ("mcore_0.12.0/llama_fp32_tp2pp2", "legacy", 2, PP2),
+    ("mcore_0.19.2/llama_fp32_tp2pp2", "torch_dist_fully_reshardable", 2, PP2),
+    ("mcore_0.19.2/gpt2_bf16_tp2_nodistopt", "torch_dist", 2, TP2),
 ]
 
 

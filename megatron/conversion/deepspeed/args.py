@@ -25,6 +25,8 @@ _REQUIRED = {
     "num_experts": [1],
     "onnx_safe": None,
 }
+# The change of Megatron-DeepSpeed that brought blocks of q, k and v also brought this option.
+BLOCKS_MARK = "ds_sequence_parallel_fpdt"
 _RENAMED = {"layernorm_epsilon": "norm_epsilon", "embed_layernorm": "embedding_layernorm", "rope_theta": "rotary_base"}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # PositionEmbeddingType of BigScience's fork
@@ -54,6 +56,7 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
         if namespace.get(name, value) not in (value, None):
             raise ValueError(f"{description} was trained with {name} = {namespace[name]!r}, which is not supported")
     args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
+    args["num_experts"] = None  # their [1] is Megatron-LM's None
     args["position_embedding_type"] = _position_type(namespace)
     normalization = args.get("normalization", "layernorm")
     args["normalization"] = _NORMS.get(normalization, normalization)
@@ -98,11 +101,11 @@ def write_args(
         "consumed_train_samples": training.consumed_train_samples,
         "consumed_valid_samples": training.consumed_valid_samples,
     }
-    if blocks:
-        theirs["ds_sequence_parallel_fpdt"] = False
     if args.get("vocab_size") is not None:
         theirs["vocab_size"] = args["vocab_size"]  # of the tokenizer; the model's is in the vocabulary's record
-    return argparse.Namespace(**{**plain_args(args), **dataclasses.asdict(config), **theirs})
+    everything = {**plain_args(args), **dataclasses.asdict(config), **theirs}
+    everything.pop(BLOCKS_MARK, None)  # the source's own
+    return argparse.Namespace(**everything, **({BLOCKS_MARK: False} if blocks else {}))
 
 
 def foreign_parts(config: TransformerConfig) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import lost_state, read_training
+from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_training
 from megatron.conversion.deepspeed.files import UniversalFiles
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, flag_name, model_config, model_tensors, resolved
 from megatron.conversion.model_space.row_maps import RowMap, as_is, gather, qkv_blocks
@@ -61,14 +61,10 @@ class UniversalSource:
         return gather(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
-        """Number of [q; k; v] blocks, None for the layout by groups.
-
-        The change of Megatron-DeepSpeed that brought the blocks also brought the option ds_sequence_parallel_fpdt, so
-        the arguments tell them apart.
-        """
+        """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""
         if layout not in (None, *QKV_LAYOUTS):
             raise ValueError(f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}")
-        if layout is None and "ds_sequence_parallel_fpdt" in self._files.arguments:
+        if layout is None and BLOCKS_MARK in self._files.arguments:
             layout = "tp-blocks"
         if layout != "tp-blocks":
             return None

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import CheckpointError, safe_load
 
 GOLDEN = Path(__file__).parents[2] / "golden/megatron_lm"
 TORCH_DIST = sorted(path.parent for path in GOLDEN.glob("mcore_*/*/torch_dist*/iter_0000005/.metadata"))
-IDS = [f"{p.parents[1].name}-{p.parent.name}" for p in TORCH_DIST]
+IDS = ["-".join(path.parts[-4:-1]) for path in TORCH_DIST]
 
 
 def legacy_sibling(iteration: Path) -> Path:
@@ -83,7 +83,7 @@ def seeds(state):
 def comparable(args):
     """Without what the two sibling runs were told differently, and the enums of Megatron-LM, which we keep as text."""
     own = {"save", "ckpt_format", "use_dist_ckpt", "dist_ckpt_optim_fully_reshardable", "rank", "local_rank"}
-    own |= {"attention_backend", "model_type"}
+    own |= {"attention_backend", "model_type", "inference_cuda_graph_scope"}
     return {name: value for name, value in vars(args).items() if name not in own}
 
 

@@ -1,0 +1,65 @@
+"""Closure: start -> X -> Y -> Hugging Face is start -> Hugging Face bit for bit, for all formats X and Y.
+
+All four formats hold the optimizer (Hugging Face beside the model), so a start that has one keeps it.
+"""
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megatron.conversion.convert import WRITERS, Options, convert
+from megatron.conversion.open_checkpoint import open_checkpoint
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+MEGATRON = sorted(path for path in GOLDEN.glob("megatron_lm/mcore_*/*/*") if (path / "iter_0000005").is_dir())
+DEEPSPEED = sorted(GOLDEN.glob("deepspeed_universal/*.tar.xz"))
+HUGGING_FACE = sorted(path.parent for path in GOLDEN.glob("hf/*/config.json"))
+QUICK = ("gpt_blockqkv_fp32_tp2", "llama")
+
+
+def name_of(path: Path) -> str:
+    return "-".join(path.relative_to(GOLDEN).parts[1:]).removesuffix(".tar.xz")
+
+
+STARTS = [
+    pytest.param(path, id=name_of(path), marks=[] if name_of(path) in QUICK else [pytest.mark.slow])
+    for path in MEGATRON + DEEPSPEED + HUGGING_FACE
+]
+
+
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def assert_same_export(expected: Path, found: Path) -> None:
+    """The same files to the byte; of the state beside them the training state (arguments grow on the way)."""
+    names = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(found) for path in found.rglob("*") if path.is_file()), found
+    for name in names:
+        if name.name == "state.json":
+            training = [json.loads((root / name).read_text())["training"] for root in (expected, found)]
+            assert training[0] == training[1], found
+        else:
+            assert (expected / name).read_bytes() == (found / name).read_bytes(), found / name
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_every_chain_ends_where_the_direct_way_ends(start: Path, tmp_path: Path) -> None:
+    if start.suffix == ".xz":
+        with tarfile.open(start) as archive:
+            archive.extractall(tmp_path, filter="data")
+        start = tmp_path / name_of(start)
+    options = Options(optim_sidecar=any(key.startswith("optimizer.") for key in open_checkpoint(start).tensors))
+    convert(start, tmp_path / "direct", "hf", options=options)
+    for first in WRITERS:
+        convert(start, tmp_path / first, first, options=options)
+        for second in WRITERS:
+            chain = tmp_path / f"{first}-{second}"
+            convert(tmp_path / first, chain, second, options=options)
+            convert(chain, tmp_path / f"{chain.name}-hf", "hf", options=options)
+            assert_same_export(tmp_path / "direct", tmp_path / f"{chain.name}-hf")
