@@ -17,6 +17,7 @@ setup(
     license="Apache-2.0",
     py_modules=["pretrain_gpt"],
     packages=find_packages(include=["megatron", "megatron.*"]),
+    package_data={"megatron.training.config": ["*.tsv"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +29,13 @@ def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
     part = length // size
     assert part * size == length, (length, size)
     return rank * part, (rank + 1) * part
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """ValueError that says all of `problems`, one a line; nothing where there is none."""
+    lines = list(problems)
+    if lines:
+        raise ValueError("\n".join(lines))
 
 
 # torch 2.13 renamed these two collectives and warns on the old names.

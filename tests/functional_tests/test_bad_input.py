@@ -184,12 +184,13 @@ def start_ranks(flags, world_size):
 
 def test_mistakes_end_with_one_message_and_no_traceback():
     """Both ranks find the same mistake, before they have met; the first one tells it."""
-    first, second = start_ranks(
-        f"{MOCK} --tensor-model-parallel-size 2 --num-attention-heads 3 --hidden-size 48 --unfused", 2
-    )
+    first, second = start_ranks(f"{MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused", 2)
     _, text = first.communicate(timeout=60)
     assert first.returncode == 1
-    assert text.strip() == "error: unknown flag --unfused: --help lists all flags"
+    assert text.splitlines() == [
+        "error: unknown flag --unfused: --help lists all flags",
+        "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+    ]
     second.kill()
     assert second.communicate()[1].strip() == ""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.datasets.blend import SPLITS, Blend, Fractions, Split, parse_blend, parse_split
-from megatron.core.utils import flag
+from megatron.core.utils import flag, raise_problems
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -62,24 +63,28 @@ class GPTDatasetConfig:
     drop_last_partial_validation_sequence: bool = True
 
     def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.seq_length < 1:
-            raise ValueError(f"--seq-length must be given and positive, got {self.seq_length}")
+            yield f"--seq-length must be given and positive, got {self.seq_length}"
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed must be from 0 to {2**32 - 1}, got {self.seed}")
+            yield f"--seed must be from 0 to {2**32 - 1}, got {self.seed}"
         if self.num_dataset_builder_threads < 1:
-            raise ValueError(
-                f"--num-dataset-builder-threads must be at least 1, got {self.num_dataset_builder_threads}"
-            )
+            yield f"--num-dataset-builder-threads must be at least 1, got {self.num_dataset_builder_threads}"
         if self.mid_level_dataset_surplus < 0:
-            raise ValueError(f"--mid-level-dataset-surplus must not be negative, got {self.mid_level_dataset_surplus}")
+            yield f"--mid-level-dataset-surplus must not be negative, got {self.mid_level_dataset_surplus}"
         if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
-            raise ValueError(
+            yield (
                 "--reset-attention-mask is carried out by the mask that --no-create-attention-mask-in-dataloader "
                 "leaves out: drop one of the two"
             )
-        self._check_sources()
-        self.split_intervals()  # malformed options raise now, before any process group exists
-        self.sources()
+        try:
+            self._check_sources()
+            self.split_intervals()  # malformed options raise now, before any process group exists
+            self.sources()
+        except ValueError as error:
+            yield str(error)
 
     @property
     def extra_tokens(self) -> int:

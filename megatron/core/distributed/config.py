@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.utils import flag
+from megatron.core.utils import flag, raise_problems
 
 
 @dataclass
@@ -23,20 +24,23 @@ class DistributedDataParallelConfig:
     """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
 
     def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError(
+            yield (
                 "--overlap-param-gather needs --use-distributed-optimizer: without it every rank updates all of its "
                 "parameters and there is nothing to gather"
             )
         if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
-            raise ValueError(
+            yield (
                 f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets {self.ddp_num_buckets} exclude "
                 "each other: give one of them"
             )
         for name in ("ddp_bucket_size", "ddp_num_buckets"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+                yield f"--{name.replace('_', '-')} must be positive, got {value}"
 
     def bucket_size(self, num_elements: int, dp_size: int) -> int:
         """Elements after which a bucket of a chunk of `num_elements` is closed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.utils import flag
+from megatron.core.utils import flag, raise_problems
 
 
 @dataclass
@@ -51,44 +52,43 @@ class OptimizerConfig:
     """The dynamic loss scale is halved from this overflow on, counted since it last grew."""
 
     def __post_init__(self) -> None:
+        raise_problems([*self._problems(), *self._check_loss_scale(), *self._check_weight_decay_schedule()])
+
+    def _problems(self) -> Iterator[str]:
         for name in ("weight_decay", "clip_grad", "sgd_momentum", "adam_eps", "lr", "min_lr"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, got {value}")
+                yield f"--{name.replace('_', '-')} must not be negative, got {value}"
         if self.lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} must not be larger than --lr {self.lr}")
+            yield f"--min-lr {self.min_lr} must not be larger than --lr {self.lr}"
         if not 0 <= (self.decoupled_min_lr or 0.0) <= (self.decoupled_lr or 0.0):
-            raise ValueError(
+            yield (
                 f"--decoupled-min-lr {self.decoupled_min_lr} must lie between 0 and --decoupled-lr {self.decoupled_lr}"
             )
         if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
-            raise ValueError(f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} must be in [0, 1)")
-        self._check_loss_scale()
-        self._check_weight_decay_schedule()
+            yield f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} must be in [0, 1)"
 
-    def _check_loss_scale(self) -> None:
+    def _check_loss_scale(self) -> Iterator[str]:
         if self.loss_scale is not None and self.loss_scale <= 0:
-            raise ValueError(f"--loss-scale must be positive, got {self.loss_scale}")
+            yield f"--loss-scale must be positive, got {self.loss_scale}"
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
-            raise ValueError(
+            yield (
                 f"--min-loss-scale {self.min_loss_scale} must be positive and at most "
                 f"--initial-loss-scale {self.initial_loss_scale}"
             )
         if min(self.loss_scale_window, self.hysteresis) < 1:
-            raise ValueError(
-                f"--loss-scale-window {self.loss_scale_window} and --hysteresis {self.hysteresis} must be positive"
-            )
+            yield f"--loss-scale-window {self.loss_scale_window} and --hysteresis {self.hysteresis} must be positive"
 
-    def _check_weight_decay_schedule(self) -> None:
+    def _check_weight_decay_schedule(self) -> Iterator[str]:
         start, end = self.start_weight_decay, self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             if start is not None or end is not None:
-                raise ValueError(
+                yield (
                     f"--start-weight-decay {start} and --end-weight-decay {end} need --weight-decay-incr-style "
                     "linear or cosine; for a constant one give --weight-decay"
                 )
         elif start is None or end is None or not 0 <= start <= end:
-            raise ValueError(
+            yield (
                 f"--weight-decay-incr-style {self.weight_decay_incr_style} needs 0 <= --start-weight-decay <= "
                 f"--end-weight-decay, got {start} and {end}"
             )
@@ -133,15 +133,16 @@ class SchedulerConfig:
     """On resume, take the schedule from the checkpoint, whatever the flags say."""
 
     def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            raise ValueError(
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
-            )
+            yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
         if self.lr_warmup_fraction is not None:
             if not 0 <= self.lr_warmup_fraction < 1:
-                raise ValueError(f"--lr-warmup-fraction must be in [0, 1), got {self.lr_warmup_fraction}")
+                yield f"--lr-warmup-fraction must be in [0, 1), got {self.lr_warmup_fraction}"
             if self.lr_warmup_iters or self.lr_warmup_samples:
-                raise ValueError(
+                yield (
                     f"--lr-warmup-fraction {self.lr_warmup_fraction} excludes --lr-warmup-iters "
                     f"{self.lr_warmup_iters} and --lr-warmup-samples {self.lr_warmup_samples}"
                 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.core.utils import flag
+from megatron.core.utils import flag, raise_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"position_embedding_type": "rope"}
@@ -33,11 +33,11 @@ class TransformerConfig:
     num_attention_heads: int = flag(0, decides="shapes")
     """Number of query heads."""
     ffn_hidden_size: int | None = flag(None, decides="shapes")
-    """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded up to 64 with --swiglu."""
+    """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to 64 with --swiglu."""
     group_query_attention: bool = flag(False)
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
     num_query_groups: int | None = flag(None, decides="shapes")
-    """Number of key/value heads with --group-query-attention. Default: one per query head."""
+    """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per query head."""
     kv_channels: int | None = flag(None, decides="shapes")
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     vocab_size: int | None = flag(None)
@@ -69,7 +69,7 @@ class TransformerConfig:
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu")
-    """Use the exact (erf) GELU in place of the tanh approximation, as in Megatron-LM."""
+    """Use the exact (erf) GELU in place of the tanh approximation, as --disable-bias-linear does, too."""
     openai_gelu: bool = flag(False, decides="mathematics", when=_GELU, meaning="tanh_gelu")
     """Use the tanh approximation of GELU whatever the other flags say."""
     add_bias_linear: bool = flag(True, "--disable-bias-linear", decides="shapes")
@@ -102,33 +102,40 @@ class TransformerConfig:
     """Number of layers per group (uniform) or per chunk (block)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be given and positive, got {getattr(self, name)}")
+        raise_problems(self._missing())
         if self.kv_channels is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
-                    f"{self.num_attention_heads}: change one of them or give --kv-channels"
-                )
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = 4 * self.hidden_size
-            if self.swiglu:
-                self.ffn_hidden_size = -(-4 * self.hidden_size * 2 // 3 // 64) * 64
+            self.ffn_hidden_size = int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
         if not self.group_query_attention:
             self.num_query_groups = self.num_attention_heads
         elif self.num_query_groups is None:
-            raise ValueError("--group-query-attention needs --num-query-groups")
-        if self.num_attention_heads % self.query_groups:
-            raise ValueError(
+            self.num_query_groups = 1
+        raise_problems(self._problems())
+
+    def _missing(self) -> Iterator[str]:
+        """What the defaults of other fields cannot be derived without."""
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            if getattr(self, name) < 1:
+                yield f"--{name.replace('_', '-')} must be given and positive, got {getattr(self, name)}"
+        if self.kv_channels is None and self.hidden_size % max(self.num_attention_heads, 1):
+            yield (
+                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
+                f"{self.num_attention_heads}: change one of them or give --kv-channels"
+            )
+
+    def _problems(self) -> Iterator[str]:
+        if self.query_groups < 1 or self.num_attention_heads % self.query_groups:
+            yield (
                 f"--num-attention-heads {self.num_attention_heads} is not a multiple of "
                 f"--num-query-groups {self.num_query_groups}"
             )
+        if self.ffn_size < 1:
+            yield f"--hidden-size {self.hidden_size} is too small for --swiglu without --ffn-hidden-size: give one"
         if self.bf16 and self.fp16:
-            raise ValueError("--bf16 and --fp16 exclude each other")
+            yield "--bf16 and --fp16 exclude each other"
         if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
-            raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
     @property
     def head_dim(self) -> int:
@@ -160,7 +167,8 @@ class TransformerConfig:
 
     @property
     def tanh_gelu(self) -> bool:
-        return self.openai_gelu or self.bias_gelu_fusion
+        """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact elsewhere."""
+        return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
 
 
 def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:

@@ -1,4 +1,4 @@
-"""Dataclass fields to command-line flags, and the command line back to dataclasses.
+"""Dataclass fields to command-line flags, and the command line back to values.
 
 One field is one flag: its spelling is in the field's metadata (`megatron.core.utils.flag`), its help is the docstring
 under the field, its type is the annotation. Values that the user gave are kept apart from defaults, so that arguments
@@ -15,54 +15,154 @@ import difflib
 import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron.training.config.accepted_flags import ACCEPTED_WITHOUT_EFFECT, OTHER_NAMES, check_value
+from megatron.core.utils import raise_problems
+from megatron.training.config.accepted_flags import OLD_VALUES, OTHER_NAMES, OtherName
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS, arity_of, judge
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
 
 
-class FlagParser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ValueError instead of printing its usage and ending the process."""
+@dataclass(frozen=True)
+class Spelling:
+    """What one spelling of a flag means."""
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+    dest: str
+    words: str  # how many it takes: "0", "1", or "*" for all up to the next flag
+    convert: Callable[[str], Any] = str  # of one word
+    choices: tuple[str, ...] | None = None
+    const: Any = None  # the value, where no word is taken
+
+    def value(self, words: Sequence[str]) -> Any:
+        """The field's value; ValueError says what is wrong with the words."""
+        if self.words == "0":
+            return self.const
+        values = [self._converted(word) for word in words]
+        return values if self.words == "*" else values[0]
+
+    def _converted(self, word: str) -> Any:
+        if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
+            word = word[1:-1]  # quotes that a script kept from its shell
+        word = OLD_VALUES.get(self.dest, {}).get(word, word)
+        try:
+            value = self.convert(word)
+        except ValueError:
+            kind = {int: "an integer", float: "a number"}.get(self.convert, self.convert.__name__)  # type: ignore[call-overload]
+            raise ValueError(f"{word!r} is not {kind}") from None
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
+        return value
+
+
+@dataclass
+class CommandLine:
+    """A command line taken apart."""
+
+    given: Given = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)  # accepted, and without effect
+    problems: list[str] = field(default_factory=list)  # one line each
+    malformed: set[str] = field(default_factory=set)  # fields whose value is not known because of a problem
+
+
+class FlagParser:
+    """The flags of some dataclasses, with every spelling that Megatron-LM has had for them."""
+
+    def __init__(self, sections: dict[str, type]) -> None:
+        self.sections = sections
+        self.spellings: dict[str, Spelling] = {}
+        for section in sections.values():
+            hints = typing.get_type_hints(section)
+            for flag_field in flag_fields(section):
+                self.spellings |= _spellings(flag_field, _without_none(hints[flag_field.name]))
+        fields = {spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"}
+        dests = {spelling.dest for spelling in self.spellings.values()}
+        self.other_names = {
+            name: other for name, other in OTHER_NAMES.items() if dests.issuperset([*other.values, *_taken(other)])
+        }
+        for name, other in self.other_names.items():
+            self.spellings[name] = fields[other.takes] if other.takes else Spelling(name, "0", const=True)
+
+    def parse(self, argv: Sequence[str]) -> CommandLine:
+        """Values by field name; all problems of the command line at once."""
+        line, foreign = CommandLine(), []
+        words = collections.deque(argv)
+        while words:
+            name, equals, attached = words.popleft().partition("=")
+            if not name.startswith("--"):
+                line.problems.append(f"unexpected value {name + equals + attached!r}: it belongs to no flag")
+                continue
+            spelling = self.spellings.get(name)
+            arity = spelling.words if spelling else arity_of(name)
+            values = [attached] if equals else _take(words, arity)
+            if arity in ("1", "+") and not values:
+                line.problems.append(f"{name} needs a value")
+                line.malformed.add(spelling.dest if spelling else name)
+            elif arity == "0" and equals:
+                line.problems.append(f"{name} takes no value, got {attached!r}")
+            elif spelling is None:
+                foreign.append((name, values))
+            else:
+                _store(line, name, spelling, values)
+        self._say_otherwise(line, argv)
+        verdict = judge(foreign)
+        line.ignored += verdict.ignored
+        line.problems += verdict.problems + [self._unknown(name) for name in verdict.unknown]
+        return line
+
+    def format_help(self) -> str:
+        """All flags by section; one that several sections share is shown in the first."""
+        parser = argparse.ArgumentParser(
+            add_help=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=118),
+            usage="%(prog)s [flags]    (under torchrun for more than one process)",
+        )
+        seen: set[str] = set()
+        for title, section in self.sections.items():
+            group = parser.add_argument_group(title, inspect.cleandoc(section.__doc__ or "").split("\n")[0])
+            for flag_field in flag_fields(section):
+                if flag_field.name not in seen:
+                    _add_help(group, section, flag_field)
+                    seen.add(flag_field.name)
+        return parser.format_help()
+
+    def _say_otherwise(self, line: CommandLine, argv: Sequence[str]) -> None:
+        """The values that other names stand for."""
+        for name in dict.fromkeys(word.partition("=")[0] for word in argv):
+            if name in self.other_names:
+                other = self.other_names[name]
+                line.given.pop(name, None)
+                line.given = line.given | other.values if other.wins else other.values | line.given
+
+    def _unknown(self, name: str) -> str:
+        known = [*self.spellings, *MEGATRON_OPTIONS]
+        near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
+        return f"unknown flag {name}: {hint}"
 
 
 def make_parser(sections: dict[str, type]) -> FlagParser:
-    """A parser with one group of flags per dataclass; a field that several share is shown in the first."""
-    parser = FlagParser(
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=118),
-        usage="%(prog)s [flags]    (under torchrun for more than one process)",
-    )
-    seen: set[str] = set()
-    for title, section in sections.items():
-        group = parser.add_argument_group(title, inspect.cleandoc(section.__doc__ or "").split("\n")[0])
-        for field in flag_fields(section):
-            if field.name not in seen:
-                _add_flag(group, section, field)
-        seen |= {field.name for field in flag_fields(section)}
-    for name, (field_name, value) in OTHER_NAMES.items():
-        parser.add_argument(name, dest=field_name, action="store_const", const=value, help=argparse.SUPPRESS)
-    return parser
+    """A parser of the flags of `sections`, by their titles in --help."""
+    return FlagParser(sections)
 
 
 def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[str]]:
-    """Values by field name, and the accepted flags that have no effect.
+    """Values by field name, and the accepted flags that have no effect; --help prints all flags and ends the program.
 
-    Raises ValueError for unknown flags (with the nearest names) and malformed values.
+    Raises ValueError with all problems, one a line.
     """
-    argv, ignored = _take_accepted(argv)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise ValueError("\n".join(_explain_unknown(word, parser) for word in unknown))
-    return vars(namespace), ignored
+    if "-h" in argv or "--help" in argv:
+        print(parser.format_help())
+        sys.exit(0)
+    line = parser.parse(argv)
+    raise_problems(line.problems)
+    return line.given, line.ignored
 
 
 def build(section: type, given: Given) -> Any:
@@ -76,10 +176,24 @@ def flag_fields(section: type) -> list[dataclasses.Field[Any]]:
 
 
 def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The spellings of a field on the command line."""
+    """The spellings of a field on the command line that --help shows; for a bool those that change its default."""
     dashed = field.name.replace("_", "-")
     default = f"--no-{dashed}" if field.default is True else f"--{dashed}"
     return field.metadata["flags"] or (default,)
+
+
+def both_spellings(field: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
+    """All spellings that turn a bool on, and all that turn it off.
+
+    Megatron-LM's releases spell the same switch --x, --no-x or --disable-x, whichever changes its default of that time.
+    """
+    dashed = field.name.replace("_", "-")
+    base = dashed.removeprefix("no-")
+    on, off = [f"--{base}"], [f"--no-{base}", f"--disable-{base}"]
+    if dashed != base:
+        on, off = off, on
+    (off if field.default else on).extend(name for name in option_names(field) if name not in on + off)
+    return on, off
 
 
 @functools.cache
@@ -95,8 +209,43 @@ def field_docs(section: type) -> dict[str, str]:
     return docs
 
 
-def _add_flag(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:
-    """`--name VALUE`; a bool is a switch to the opposite of its default; a list takes several words."""
+def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
+    """Every spelling of a field: `--name VALUE`, both switches of a bool; a list takes several words."""
+    if hint is bool:
+        pairs = zip((True, False), both_spellings(field), strict=True)
+        return {name: Spelling(field.name, "0", const=value) for value, names in pairs for name in names}
+    words = "*" if typing.get_origin(hint) is list else "1"
+    spelling = Spelling(field.name, words, _converter(hint), field.metadata["choices"])
+    return dict.fromkeys(option_names(field), spelling)
+
+
+def _taken(other: OtherName) -> list[str]:
+    return [other.takes] if other.takes else []
+
+
+def _take(words: collections.deque[str], arity: str) -> list[str]:
+    """The words that belong to a flag."""
+    limit = {"0": 0, "1": 1}.get(arity, len(words))
+    taken: list[str] = []
+    while words and len(taken) < limit and not words[0].startswith("--"):
+        taken.append(words.popleft())
+    return taken
+
+
+def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -> None:
+    if spelling.words == "*" and not words:
+        if name not in MEGATRON_OPTIONS or arity_of(name) != "*":  # its lists may be empty: "not given"
+            line.problems.append(f"{name} needs at least one value")
+            line.malformed.add(spelling.dest)
+        return
+    try:
+        line.given[spelling.dest] = spelling.value(words)
+    except ValueError as error:
+        line.problems.append(f"{name}: {error}")
+        line.malformed.add(spelling.dest)
+
+
+def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:
     text = field_docs(section)[field.name].replace("%", "%%")
     hint = _without_none(typing.get_type_hints(section)[field.name])
     name, *others = option_names(field)
@@ -104,16 +253,14 @@ def _add_flag(group: argparse._ArgumentGroup, section: type, field: dataclasses.
     if hint is bool:
         options |= {"action": "store_const", "const": not field.default}
     else:
-        options |= {"type": _converter(hint), "choices": field.metadata["choices"], "metavar": _metavar(hint)}
-        if options["choices"]:
-            text += f" One of {', '.join(options['choices'])}."
+        options |= {"metavar": _metavar(hint)}
+        if field.metadata["choices"]:
+            text += f" One of {', '.join(field.metadata['choices'])}."
         if typing.get_origin(hint) is list:
             options["nargs"] = "+"
         if field.default is not None:
             text += f" (default: {field.default})"
     group.add_argument(name, help=text + "".join(f" Also {other}." for other in others), **options)
-    for other in others:
-        group.add_argument(other, help=argparse.SUPPRESS, **options)
 
 
 def _without_none(hint: Any) -> Any:
@@ -142,35 +289,5 @@ def _converter(hint: Any) -> Callable[[str], Any]:
         words = text.strip("() ").split(",")
         return tuple(convert(word.strip()) for convert, word in zip(converters, words, strict=True))
 
-    tuple_of.__name__ = f"{len(converters)} numbers joined by commas"  # argparse's name for the type in its errors
+    tuple_of.__name__ = f"{len(converters)} numbers joined by commas"  # the type's name in errors
     return tuple_of
-
-
-def _take_accepted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into those for the parser and the flags of `ACCEPTED_WITHOUT_EFFECT`."""
-    kept: list[str] = []
-    ignored: list[str] = []
-    words = collections.deque(argv)
-    while words:
-        name, equals, value = words[0].partition("=")
-        if name not in ACCEPTED_WITHOUT_EFFECT:
-            kept.append(words.popleft())
-            continue
-        words.popleft()
-        ignored.append(name)
-        if ACCEPTED_WITHOUT_EFFECT[name].values and not equals:
-            if not words or words[0].startswith("--"):
-                raise ValueError(f"{name} expects a value")
-            value = words.popleft()
-        check_value(name, value)
-    return kept, ignored
-
-
-def _explain_unknown(word: str, parser: FlagParser) -> str:
-    if not word.startswith("--"):
-        return f"unexpected value {word!r}: it belongs to no flag"
-    name = word.partition("=")[0]
-    known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.7)
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
-    return f"unknown flag {name}: {hint}"

@@ -6,10 +6,11 @@ the model, the data, the optimizer and the data-parallel buffers stand beside th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.loading.strictness import STRICTNESS
-from megatron.core.utils import flag
+from megatron.core.utils import flag, raise_problems
 
 
 @dataclass
@@ -90,13 +91,16 @@ class ProfilingConfig:
     """Iterations between reports of the memory in use, the most over all ranks."""
 
     def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if not 1 <= self.profile_step_start < self.profile_step_end:
-            raise ValueError(
+            yield (
                 f"--profile-step-start {self.profile_step_start} must be at least 1 and less than --profile-step-end "
                 f"{self.profile_step_end}"
             )
         if self.log_memory_interval is not None and self.log_memory_interval < 1:
-            raise ValueError(f"--log-memory-interval must be positive, got {self.log_memory_interval}")
+            yield f"--log-memory-interval must be positive, got {self.log_memory_interval}"
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, 
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import raise_problems
 from megatron.training.checkpoint.args import read_stored_args, with_stored_args
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, make_parser, parse_flags
 from megatron.training.config.options import (
@@ -130,40 +131,73 @@ def flag_parser() -> FlagParser:
 
 
 def parse_args(argv: Sequence[str], world_size: int) -> Config:
-    """The configuration of a run of `world_size` processes; ValueError says what does not fit and what to do."""
-    given, ignored = parse_flags(flag_parser(), argv)
-    notes = [f"accepted without effect: {', '.join(dict.fromkeys(ignored))}"] if ignored else []
+    """The configuration of a run of `world_size` processes.
+
+    Raises ValueError that says, one a line, everything that does not fit, and what to do; --help ends the program.
+    """
+    parser = flag_parser()
+    if "-h" in argv or "--help" in argv:
+        parse_flags(parser, argv)
+    line = parser.parse(argv)
+    notes = [f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}"] if line.ignored else []
+    given = line.given
     if given.get("use_checkpoint_args"):
-        given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
+        try:
+            given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
+        except ValueError as error:  # without the model, nothing else can be judged
+            raise_problems([*line.problems, str(error)])
         notes += changes
-    config = make_config(given, world_size)
+    config, problems = _make_config(given, world_size, line.malformed)
+    raise_problems(line.problems + problems)
     config.notes = notes + config.notes
     return config
 
 
 def make_config(given: Given, world_size: int) -> Config:
-    """Build every part, derive what follows from others, and check the rules between them."""
-    given, notes = _derived(given)
-    config = Config(**{attribute: build(section, given) for attribute, section in SECTIONS.values()}, notes=notes)
-    dp_size = config.parallel.dp_size(world_size)
-    config.training.global_batch_size = config.batch_schedule(dp_size).global_batch_size
-    config.notes += _save_notes(config)
-    for check in (_check_length, _check_tensor_parallel, _check_batches, _check_checkpoint):
-        check(config, dp_size)
-    _check_profile_ranks(config.profiling, world_size)
-    config.layer_ranges()  # raises when the layers cannot be split
+    """Build every part, derive what follows from others, and check the rules between them; ValueError with all."""
+    config, problems = _make_config(given, world_size, set())
+    raise_problems(problems)
     return config
 
 
-def _derived(given: Given) -> tuple[Given, list[str]]:
-    """Values that follow from other flags, and notes about what was changed."""
+def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Config, list[str]]:
+    """The configuration, and everything that is wrong with it: then its wrong parts are None.
+
+    Parts with a field in `malformed`, whose flag was given with a value that cannot be read, are not looked at.
+    """
+    problems: list[str] = []
+    given, notes = _derived(given, problems)
+    parts: dict[str, Any] = dict.fromkeys(attribute for attribute, _ in SECTIONS.values())
+    for attribute, section in SECTIONS.values():
+        if not malformed.intersection(field.name for field in flag_fields(section)):
+            try:
+                parts[attribute] = build(section, given)
+            except ValueError as error:
+                problems.append(str(error))
+    config = Config(**parts, notes=notes)
+    for check, needs in CHECKS:
+        if all(parts[part] is not None for part in needs.split()):
+            try:
+                problems += check(config, world_size)
+            except ValueError as error:
+                problems.append(str(error))
+    if None not in parts.values():
+        config.notes += _save_notes(config)
+    return config, list(dict.fromkeys(problems))
+
+
+def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
+    """Values that follow from other flags, and notes about what was changed; adds to `problems`."""
     given, notes = dict(given), []
     if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is one")
         given["sequence_parallel"] = False
     per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
     if per_chunk is not None:
-        given["virtual_pipeline_model_parallel_size"] = _chunks_per_stage(given, per_chunk)
+        try:
+            given["virtual_pipeline_model_parallel_size"] = _chunks_per_stage(given, per_chunk)
+        except ValueError as error:
+            problems.append(str(error))
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     return given, notes
 
@@ -183,28 +217,29 @@ def _chunks_per_stage(given: Given, per_chunk: int) -> int | None:
     return chunks if chunks > 1 else None
 
 
-def _check_length(config: Config, dp_size: int) -> None:
+def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     if training.train_iters is not None and training.train_samples is not None:
-        raise ValueError(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
-        )
+        yield f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
     if training.train_iters is None and training.train_samples is None:
-        raise ValueError("how long? give --train-iters or --train-samples")
-    if config.optimizer.lr is None:
-        raise ValueError("--lr must be given")
+        yield "how long? give --train-iters or --train-samples"
     for name in ("eval_interval", "exit_interval", "train_iters", "train_samples"):
         value = getattr(training, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+            yield f"--{name.replace('_', '-')} must be positive, got {value}"
+    if training.train_iters is not None and training.rampup_batch_size is not None:
+        yield "--rampup-batch-size needs --train-samples: iterations grow with it"
+
+
+def _check_positions(config: Config, world_size: int) -> Iterator[str]:
     if config.data.seq_length > (config.model.max_position_embeddings or 0):
-        raise ValueError(
+        yield (
             f"--seq-length {config.data.seq_length} is longer than --max-position-embeddings "
             f"{config.model.max_position_embeddings}"
         )
 
 
-def _check_tensor_parallel(config: Config, dp_size: int) -> None:
+def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     tp_size = config.parallel.tp_size
     split = {
         "--num-attention-heads": config.model.num_attention_heads,
@@ -215,22 +250,38 @@ def _check_tensor_parallel(config: Config, dp_size: int) -> None:
         split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
     for name, value in split.items():
         if value % tp_size:
-            raise ValueError(f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}")
+            yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
 
 
-def _check_batches(config: Config, dp_size: int) -> None:
-    """The batch schedule and the schedules of the optimizer are made once, to have their rules checked."""
+def _check_batches(config: Config, world_size: int) -> Iterator[str]:
+    """Settles the global batch size; every size that a ramp-up reaches must suit the interleaved schedule."""
+    training, pp_size = config.training, config.parallel.pp_size
+    dp_size = config.parallel.dp_size(world_size)
     batches = config.batch_schedule(dp_size)
-    if config.training.train_iters is not None and config.training.rampup_batch_size is not None:
-        raise ValueError("--rampup-batch-size needs --train-samples: iterations grow with it")
-    if config.parallel.vpp_size > 1 and batches.num_microbatches_at(0) % config.parallel.pp_size:
-        raise ValueError(
-            f"the interleaved schedule runs micro batches in groups of {config.parallel.pp_size}, the number of "
-            f"pipeline stages, but a global batch of {batches.global_batch_size_at(0)} / "
-            f"({config.training.micro_batch_size} per micro batch x {dp_size} replicas) has "
-            f"{batches.num_microbatches_at(0)}"
+    training.global_batch_size = batches.global_batch_size
+    if config.parallel.vpp_size == 1:
+        return
+    wrong = [size for size in batches.sizes() if size // batches.samples_per_microbatch % pp_size]
+    if wrong:
+        yield (
+            f"the interleaved schedule runs micro batches in groups of {pp_size}, the number of pipeline stages, but "
+            f"a global batch of {' or '.join(map(str, wrong[:3]))} / ({training.micro_batch_size} per micro batch x "
+            f"{dp_size} replicas) has {' or '.join(str(size // batches.samples_per_microbatch) for size in wrong[:3])}"
         )
-    config.schedule()
+
+
+def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
+    """The schedules of the optimizer are made once, to have their rules checked."""
+    training = config.training
+    if config.optimizer.lr is None:
+        yield "--lr must be given"
+    elif (training.train_iters is None) != (training.train_samples is None) and training.global_batch_size is not None:
+        config.schedule()
+
+
+def _check_layers(config: Config, world_size: int) -> Iterator[str]:
+    config.layer_ranges()  # raises when the layers cannot be split
+    yield from ()
 
 
 def _save_notes(config: Config) -> list[str]:
@@ -251,28 +302,41 @@ def _save_notes(config: Config) -> list[str]:
     return notes
 
 
-def _check_profile_ranks(profiling: ProfilingConfig, world_size: int) -> None:
-    for rank in profiling.profile_ranks or []:
+def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
+    for rank in config.profiling.profile_ranks or []:
         if not 0 <= rank < world_size:
-            raise ValueError(f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}")
+            yield f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}"
 
 
-def _check_checkpoint(config: Config, dp_size: int) -> None:
+def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     for name in ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n"):
         value = getattr(checkpoint, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+            yield f"--{name.replace('_', '-')} must be positive, got {value}"
     if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
-        raise ValueError(
+        yield (
             f"--keep-best-n {checkpoint.keep_best_n} goes by the validation loss: give --eval-interval (one that meets "
             "the saved iterations) and --eval-iters"
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
-        raise ValueError(f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss")
+        yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
-        raise ValueError("--ckpt-convert-format and --ckpt-convert-save go together")
+        yield "--ckpt-convert-format and --ckpt-convert-save go together"
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
-        raise ValueError("--ckpt-convert-format needs --load, the checkpoint to convert")
+        yield "--ckpt-convert-format needs --load, the checkpoint to convert"
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
-        raise ValueError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
+        yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
+
+
+# The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts that it needs.
+CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
+    (_check_length, "training"),
+    (_check_positions, "model data"),
+    (_check_tensor_parallel, "model parallel data"),
+    (_check_batches, "training parallel"),
+    (_check_schedules, "training parallel optimizer scheduler"),
+    (_check_layers, "model parallel pipeline_layout"),
+    (_check_checkpoint, "training checkpoint"),
+    (_check_profile_ranks, "profiling"),
+)

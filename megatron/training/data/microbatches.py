@@ -35,7 +35,7 @@ class BatchSchedule:
                 raise ValueError(f"{name.replace('_', ' ')} must be positive, got {getattr(self, name)}")
         if self.rampup is not None:
             _check_rampup(self.rampup, self.global_batch_size)
-        for size in self._sizes():
+        for size in self._requested_sizes():
             self._check_size(size)
 
     @property
@@ -78,7 +78,11 @@ class BatchSchedule:
         steps = (self.global_batch_size - self.rampup.start) // self.rampup.increment
         return self.rampup.start + consumed_samples * steps // self.rampup.samples * self.rampup.increment
 
-    def _sizes(self) -> Iterator[int]:
+    def sizes(self) -> list[int]:
+        """Every global batch size that the run passes through."""
+        return [size - size % self.samples_per_microbatch for size in self._requested_sizes()]
+
+    def _requested_sizes(self) -> Iterator[int]:
         if self.rampup is not None and self.rampup.samples > 0:
             yield from range(self.rampup.start, self.global_batch_size, self.rampup.increment)
         yield self.global_batch_size

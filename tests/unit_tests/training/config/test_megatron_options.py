@@ -1,0 +1,128 @@
+"""Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.accepted_flags import ACCEPTED_WITHOUT_EFFECT
+from megatron.training.config.arguments import _without_none, both_spellings, flag_fields, option_names
+from megatron.training.config.megatron_options import FEATURES, MEGATRON_OPTIONS, NEVER
+from megatron.training.config.run_config import SECTIONS, flag_parser
+from tests.flag_sets import outcome, read
+
+SETS = read(Path(__file__).parents[3] / "golden/flag_sets/flag_sets.jsonl")
+FIELDS = {
+    field.name: (field, _without_none(typing.get_type_hints(section)[field.name]))
+    for _, section in SECTIONS.values()
+    for field in flag_fields(section)
+}
+BOOLEANS = [field for field, hint in FIELDS.values() if hint is bool]
+
+
+@pytest.mark.parametrize("field", BOOLEANS, ids=lambda field: field.name)
+def test_the_pair_of_every_boolean(field):
+    """Both spellings of every switch, whichever release of Megatron-LM had it; the last one given counts."""
+    on, off = both_spellings(field)
+    assert on and off
+    parse = flag_parser().parse
+    for names, value in ((on, True), (off, False)):
+        for name in names:
+            other = (off if value else on)[0]
+            line = parse([other, name])
+            assert (line.given, line.problems) == ({field.name: value}, []), name
+
+
+def test_the_first_flags_that_every_user_types():
+    line = flag_parser().parse(["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"])
+    assert line.problems == []
+    assert line.given == {"ckpt_format": "torch_dist", "async_save": True, "ckpt_fully_parallel_save": True}
+
+
+def test_no_option_of_megatron_lm_is_unknown():
+    parse = flag_parser().parse
+    words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}
+    for name, option in MEGATRON_OPTIONS.items():
+        line = parse([name, *words.get(option.words, ["1"])])
+        assert not any(problem.startswith(("unknown flag", "unexpected")) for problem in line.problems), name
+        assert line.given or line.ignored or line.problems, name  # none is dropped in silence
+
+
+def test_every_row_of_our_tables_is_about_options_that_there_are():
+    names = [name.removeprefix("--") for name in MEGATRON_OPTIONS]
+    for feature in FEATURES:
+        for pattern in (feature.options, feature.switches):
+            assert pattern in (None, NEVER) or any(re.fullmatch(pattern, name) for name in names), pattern
+    ours = {name for field, _ in FIELDS.values() for name in option_names(field)}
+    assert not ours & ACCEPTED_WITHOUT_EFFECT.keys()
+    assert all(row.reason for row in ACCEPTED_WITHOUT_EFFECT.values())
+
+
+# Fields whose default is not Megatron-LM's.
+OTHER_DEFAULTS = {
+    "num_layers": "both ask for it",
+    "hidden_size": "both ask for it",
+    "num_attention_heads": "both ask for it",
+    "seq_length": "both ask for it",
+    "micro_batch_size": "Megatron-LM asks for it",
+    "num_query_groups": "1 with --group-query-attention, without effect elsewhere; see below",
+    "eval_interval": "1000 until 0.16, later releases ask for it",
+    "dataloader_type": "None means single there",
+    "no_save_optim": "None means False there",
+    "no_save_rng": "None means False there",
+    "no_load_optim": "None means False there",
+    "no_load_rng": "None means False there",
+    "dist_ckpt_strictness": "decides what is an error, not what is computed",
+    "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
+    "dist_ckpt_workers": "files per rank",
+    "distributed_backend": "nccl where there is a GPU",
+}
+
+
+def test_defaults_are_megatron_lms():
+    """Whatever decides the model or the mathematics is the same where the command line says nothing."""
+    different = set()
+    for field, hint in FIELDS.values():
+        names = [name for pair in both_spellings(field) for name in pair] if hint is bool else option_names(field)
+        rows = [MEGATRON_OPTIONS[name] for name in names if name in MEGATRON_OPTIONS]
+        if rows and not _same(field.default, rows[0].defaults[0]):
+            different.add(field.name)
+    assert different == OTHER_DEFAULTS.keys()
+
+
+def _same(ours: object, theirs: str) -> bool:
+    try:
+        return float(str(ours)) == float(theirs)
+    except ValueError:
+        return str(ours) == theirs
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(4096, 10880), (6144, 16384), (1024, 2688), (64, 128)])
+def test_the_inner_width_of_swiglu_is_rounded_down(hidden, expected):
+    """As Megatron-LM does since 0.10: int((4 * h * 2 / 3) / 64) * 64."""
+    config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=4, swiglu=True)
+    assert config.ffn_hidden_size == expected == int((4 * hidden * 2 / 3) / 64) * 64
+
+
+def test_defaults_that_follow_from_other_flags():
+    def config(**options):
+        return TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)
+
+    assert config().ffn_hidden_size == 128 and config().kv_channels == 8
+    assert config().query_groups == 4 and config(num_query_groups=2).query_groups == 4
+    assert config(group_query_attention=True).query_groups == 1
+    # the tanh approximation is what is fused with the bias; without one GELU is exact
+    assert config().tanh_gelu and not config(add_bias_linear=False).tanh_gelu
+    assert not config(bias_gelu_fusion=False).tanh_gelu and config(openai_gelu=True, add_bias_linear=False).tanh_gelu
+
+
+@pytest.mark.parametrize("row", SETS, ids=lambda row: row["id"])
+def test_real_command_lines(row):
+    """Those that describe a model that we have parse; the others are refused by name, in one line for each reason."""
+    result, lines = outcome(row["argv"])
+    assert result == row["outcome"], lines
+    assert len(lines) == len(row["because"]) and all(
+        why in line for why, line in zip(row["because"], lines, strict=True)
+    )
