@@ -17,7 +17,7 @@ from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_hug
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, full_precision_key
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.durable_files import fsync_tree, put_in_place
@@ -165,9 +165,8 @@ class CastSource:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         wanted = self.tensors[key].dtype
-        main = f"optimizer.state.param.{key}"
-        if wanted != self._source.tensors[key].dtype and main in self._source.tensors:
-            key = main
+        if wanted != self._source.tensors[key].dtype:
+            key = full_precision_key(key, self._source.tensors)
         return self._source.read(key, offset, shape).to(wanted)
 
 

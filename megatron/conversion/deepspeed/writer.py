@@ -15,9 +15,9 @@ from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_
 from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
 from megatron.conversion.deepspeed.names import STYLES, Style
 from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_parameters, plain_args
+from megatron.conversion.model_space.model import check_parameters, exported_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
-from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import Source, TrainingState, full_precision_key, optimizer_key
 from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,13 +63,10 @@ def write_universal(
 class _Writer:
     def __init__(self, source: Source, options: UniversalOptions) -> None:
         self.source = source
-        rows = source.tensors[WORD_EMBEDDINGS].shape[0]
-        vocab_size = options.vocab_size or rows
-        if vocab_size > rows:
-            raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
-        self.config = config = model_config(source.args, vocab_size, source.description)
+        self.config = config = exported_config(source, options.vocab_size)
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
-        self._check_source()
+        shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
+        check_parameters(source.tensors, shapes, source.description, config.vocab_size)
         self.style = _style(options.style, config)
         self.blocks = options.qkv_blocks
         heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
@@ -79,16 +76,6 @@ class _Writer:
         self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.parameters)
         steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
         self.step = float(next((step for step in steps if step is not None), 0)) if self.has_optimizer else 0.0
-
-    def _check_source(self) -> None:
-        for key, parameter in self.parameters.items():
-            shape = parameter.shape
-            if key not in self.source.tensors:
-                raise ValueError(f"{self.source.description} lacks {key}, which its arguments call for")
-            found = self.source.tensors[key].shape
-            cropped = shape[0] == self.config.vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
-            if found != shape and not cropped:
-                raise ValueError(f"{self.source.description}: {key} has shape {found}, its arguments make it {shape}")
 
     def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
         folder.mkdir()
@@ -104,11 +91,9 @@ class _Writer:
     def _value(self, key: str, state: str) -> torch.Tensor:
         """The fp32 main parameter or the weight; a moment, or zeros of one that has not begun."""
         shape = self.parameters[key].shape
-        stored = optimizer_key(state, key)
-        if state == "param" and stored not in self.source.tensors:
-            stored = key
-        elif state != "param" and not self.has_optimizer:
+        if state != "param" and not self.has_optimizer:
             return torch.zeros(shape)
+        stored = full_precision_key(key, self.source.tensors) if state == "param" else optimizer_key(state, key)
         return self.source.read(stored, (0,) * len(shape), shape).float()
 
     def _marks(self, key: str) -> dict[str, Any]:

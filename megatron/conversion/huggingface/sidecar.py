@@ -16,7 +16,15 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import (
+    OPTIMIZER_STATES,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    optimizer_key,
+)
 from megatron.core.durable_files import read_json, write_json
 
 DIRECTORY = "megatron_state"
@@ -63,9 +71,9 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     """
     tensors = {}
     for parameter, shape in parameters.items():
-        for state in ("param", "exp_avg", "exp_avg_sq"):
+        for state in OPTIMIZER_STATES:
             key = optimizer_key(state, parameter)
-            read = parameter if state == "param" and key not in source.tensors else key
+            read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
                 raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
             tensors[key] = (read, TensorInfo(shape, torch.float32))

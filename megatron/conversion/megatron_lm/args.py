@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import TrainingState
@@ -11,8 +12,24 @@ from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_QKV_BY_GROUP = 3.0  # checkpoint versions from here on group QKV rows by query group
+CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
+
+# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
+_CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
+
+
+class Counters(Protocol):
+    """How far a run is."""
+
+    iteration: int
+    num_floating_point_operations_so_far: float
 
 
 def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -22,11 +39,11 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if "args" not in common:
         raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
-    version = common.get("checkpoint_version", _QKV_BY_GROUP)
-    if version < _QKV_BY_GROUP:
+    version = common.get("checkpoint_version", CHECKPOINT_VERSION)
+    if version < CHECKPOINT_VERSION:
         raise CheckpointError(
             f"{where}: checkpoint version {version} has its QKV rows in another order. Load and save it with a "
-            f"Megatron-LM that writes version {_QKV_BY_GROUP}."
+            f"Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     for theirs, ours in _NAMES.items():
@@ -51,6 +68,17 @@ def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> Transf
     """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
     known = {key: value for key, value in args.items() if key not in ("recompute_granularity", "recompute_method")}
     return model_config(known, vocab_size, where)
+
+
+def common_state(args: argparse.Namespace, training: Counters | None, torch_dist: bool = True) -> dict[str, Any]:
+    """What every checkpoint of Megatron-LM holds beside tensors and schedules."""
+    common = {
+        "args": args,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": training.iteration if training else 0,
+        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
+    }
+    return common | ({"content_metadata": _CONTENT_METADATA} if torch_dist else {})
 
 
 def training_state(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.files import Progress, no_progress, run_jobs
-from megatron.conversion.megatron_lm.args import stored_model
+from megatron.conversion.megatron_lm.args import common_state, stored_model
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
 from megatron.conversion.megatron_lm.objects import initial_rng_state, rng_key
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
@@ -32,7 +32,7 @@ from megatron.conversion.model_space.rank_layout import (
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
-from megatron.core.utils import round_up
+from megatron.core.tensor_parallel import padded_vocab_size
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _DIVISIBLE_BY, _SEED = 128, 1234  # defaults of Megatron-LM
@@ -84,7 +84,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
         | {
             "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
             "make_vocab_size_divisible_by": divisible_by,
-            "padded_vocab_size": round_up(vocab_size, divisible_by * tp),
+            "padded_vocab_size": padded_vocab_size(vocab_size, divisible_by, tp),
             "model_vocab_size": vocab_size,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,
@@ -116,12 +116,7 @@ class _Contents:
         chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
         if has_fused_norms(args):
             chunks = [with_fused_norms(parameters) for parameters in chunks]
-        content: dict[str, Any] = {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": training.iteration if training else 0,
-            "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
-        }
+        content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
         files: dict[str, dict[Any, Any]] = {MODEL_FILE: content}

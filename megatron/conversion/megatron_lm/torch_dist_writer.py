@@ -8,18 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.files import Progress, no_progress
+from megatron.conversion.megatron_lm.args import common_state
 from megatron.conversion.megatron_lm.objects import extra_states
 from megatron.conversion.model_space.source import Source
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
-
-# The form of the optimizer state, in Megatron-core's terms: one key per layer, at the parameter's shape.
-CONTENT_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "non_homogeneous_layers": True,
-}
 
 
 def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
@@ -35,11 +27,11 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
     state |= extra_states(source.tensors)
     rng = source.training.rng if source.training is not None else {}
     state |= {key: ShardedObject(key, read()) for key, read in rng.items()}
-    save(state, directory, common=common_state(source), workers=files, progress=progress)
+    save(state, directory, common=_common(source), workers=files, progress=progress)
     return []
 
 
-def common_state(source: Source) -> dict[str, Any]:
+def _common(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
     args = dict(source.args) | {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -48,13 +40,7 @@ def common_state(source: Source) -> dict[str, Any]:
     args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
-    common: dict[str, Any] = {
-        "args": argparse.Namespace(**args),
-        "checkpoint_version": 3.0,
-        "iteration": training.iteration if training else 0,
-        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
-        "content_metadata": CONTENT_METADATA,
-    }
+    common = common_state(argparse.Namespace(**args), training)
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:

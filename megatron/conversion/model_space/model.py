@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.source import Shape
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
@@ -50,6 +51,33 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
             raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     return TransformerConfig(**{**known, "vocab_size": vocab_size})
+
+
+def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
+    """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an export.
+
+    Raises ValueError where it has fewer.
+    """
+    rows = source.tensors[WORD_EMBEDDINGS].shape[0]
+    if vocab_size is not None and vocab_size > rows:
+        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+    return model_config(source.args, vocab_size or rows, source.description)
+
+
+def check_parameters(
+    tensors: Mapping[str, TensorInfo], wanted: Mapping[str, Shape], where: str, vocab_size: int | None = None
+) -> None:
+    """Raises CheckpointError, naming the first, for a parameter that is missing or has another shape than `wanted`.
+
+    What has `vocab_size` rows may have more of them: they pad the vocabulary.
+    """
+    for key, shape in wanted.items():
+        if key not in tensors:
+            raise CheckpointError(f"{where} lacks {key}, which its arguments call for")
+        found = tensors[key].shape
+        padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
+        if found != shape and not padded:
+            raise CheckpointError(f"{where}: {key} has shape {found}, its arguments make it {shape}")
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:

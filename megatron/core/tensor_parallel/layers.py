@@ -157,6 +157,8 @@ class RowParallelLinear(MegatronModule):
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
     """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally many."""
+    if make_vocab_size_divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
     return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
 
 
