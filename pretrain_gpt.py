@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import Dataset, build_datasets
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch.initialize import environment_world_size, errors_explained_once
-from megatron.training.run import ChunkPlace, Loss
+from megatron.training.run import Loss
 from megatron.training.training import pretrain
 
 

@@ -41,4 +41,4 @@ def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
     if run.config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
     for writer in writers:
-        writer.scalars(values, iteration)
+        writer.scalars(values, iteration, run.state.consumed_train_samples)

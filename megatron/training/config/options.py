@@ -123,6 +123,8 @@ class LoggingConfig:
     """Iterations between lines in the log."""
     log_format: str = flag("text", choices=("text", "json"))
     """Print Megatron-LM's lines, or one JSON object per line."""
+    print_args: bool = flag(False)
+    """Print all arguments in Megatron-LM's form; they are in <save>/run.json and in TensorBoard in any case."""
     log_params_norm: bool = flag(False)
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
