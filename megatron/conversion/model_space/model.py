@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.schemas import ARGUMENTS
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -50,6 +51,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
         if not args.get(name):
             raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
+    ARGUMENTS(known, description)
     return TransformerConfig(**{**known, "vocab_size": vocab_size})
 
 
