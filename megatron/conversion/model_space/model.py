@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, deci
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+_FIRST_LAYER = "decoder.layers.0."
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -90,12 +91,25 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 
 
 def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
-    """Every parameter of the whole model by its key, as the layers define it: the model is built on the meta device."""
-    model = GPTModel(config, rng=TensorParallelRng(0, 0), device=torch.device("meta"))
+    """Every parameter of the whole model by its key, as its layers define it.
+
+    They are built on the meta device; all layers are alike, so one is enough. Raises ValueError for impossible sizes.
+    """
+    try:
+        model = GPTModel(config, layers=range(1), rng=TensorParallelRng(0, 0), device=torch.device("meta"))
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise ValueError(f"no model has these sizes: {error}") from error
     parameters = []
     for key, entry in model.sharded_state_dict().items():
         assert isinstance(entry, ShardedTensor) and isinstance(entry.local, torch.nn.Parameter), key
         parameters.append(ParamSpec(key, entry.global_shape, param_info(entry.local)))
+    layer = [parameter for parameter in parameters if parameter.name.startswith(_FIRST_LAYER)]
+    begin = parameters.index(layer[0])
+    parameters[begin : begin + len(layer)] = [
+        dataclasses.replace(parameter, name=f"decoder.layers.{number}.{parameter.name.removeprefix(_FIRST_LAYER)}")
+        for number in range(config.num_layers)
+        for parameter in layer
+    ]
     return parameters
 
 

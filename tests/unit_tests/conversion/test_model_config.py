@@ -6,6 +6,7 @@ import pytest
 from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
 
 from megatron.conversion.model_space.model import model_config, model_parameters, model_tensors
+from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
 
 LLAMA_LAYER = {
@@ -59,6 +60,19 @@ def test_tensors_of_a_model(name: str) -> None:
     args, layer, others = MODELS[name]
     expected = others | {f"decoder.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()}
     assert model_tensors(model_config(args, 67, "test")) == expected
+
+
+@pytest.mark.parametrize("args", [LLAMA_ARGS, BLOOM_ARGS, GPT_ARGS | {"qk_layernorm": True}])
+def test_one_layer_stands_for_all(args: dict) -> None:
+    config = model_config(args, 67, "test")
+    state = GPTModel(config).sharded_state_dict()
+    assert list(model_tensors(config).items()) == [(key, entry.global_shape) for key, entry in state.items()]
+
+
+def test_sizes_that_no_model_has() -> None:
+    huge = {"hidden_size": 2**31 - 1, "num_attention_heads": 1, "kv_channels": 2**31 - 1, "ffn_hidden_size": 2**31 - 1}
+    with pytest.raises(ValueError, match="no model has these sizes"):
+        model_tensors(model_config(GPT_ARGS | huge, 2**31 - 1, "demo"))
 
 
 def test_a_parameter_says_how_it_is_split() -> None:
