@@ -11,7 +11,7 @@ import torch
 
 from megatron.conversion.files import Progress, write_at
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo
-from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
+from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
@@ -55,19 +55,16 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
     whole: torch.Tensor | None = None
     found = 0
     for piece in pieces:
-        low = tuple(max(a, b) for a, b in zip(offset, piece.offset, strict=True))
-        ends = zip(offset, shape, piece.offset, piece.shape, strict=True)
-        high = tuple(min(a + n, b + m) for a, n, b, m in ends)
-        extent = tuple(h - lo for lo, h in zip(low, high, strict=True))
-        if min(extent, default=1) <= 0:
+        common = overlap((piece.offset, piece.shape), (offset, shape))
+        if common is None:
             continue
-        part = piece.read(tuple(lo - b for lo, b in zip(low, piece.offset, strict=True)), extent)
-        if extent == shape:
+        part = piece.read(common.in_first, common.shape)
+        if common.shape == shape:
             return part
         if whole is None:
             whole = torch.empty(shape, dtype=dtype)
-        whole[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))] = part
-        found += math.prod(extent)
+        narrow(whole, common.in_second, common.shape).copy_(part)
+        found += part.numel()
     if found != math.prod(shape):
         raise ValueError(
             f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
@@ -107,25 +104,13 @@ class FilePlace(NamedTuple):
 def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progress: Progress) -> None:
     """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are long enough."""
     info = source.tensors[key]
-    rows = info.shape[0]
-    step = max(1, _BLOCK * rows // max(1, info.nbytes))
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        last = first + count
-        wanted = [place for place in places if place.offset[0] < last and first < place.offset[0] + place.shape[0]]
-        if not wanted:
-            continue
-        block = source.read(key, (first,) + (0,) * (len(info.shape) - 1), (count, *info.shape[1:]))
-        for place in wanted:
-            progress(_write_part(block, first, place))
-
-
-def _write_part(block: torch.Tensor, first: int, place: FilePlace) -> int:
-    """Write the rows of `block`, which begins at row `first`, that `place` wants; returns their bytes."""
-    low = max(first, place.offset[0])
-    high = min(first + len(block), place.offset[0] + place.shape[0])
-    columns = tuple(slice(o, o + n) for o, n in zip(place.offset[1:], place.shape[1:], strict=True))
-    part = block[(slice(low - first, high - first), *columns)].contiguous()
-    row = part.nbytes // len(part)
-    write_at(place.path, part, place.position + (low - place.offset[0]) * row)
-    return part.nbytes
+    for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
+        found = [(place, overlap((offset, shape), (place.offset, place.shape))) for place in places]
+        wanted = [(place, common) for place, common in found if common is not None]
+        block = source.read(key, offset, shape) if wanted else None
+        for place, common in wanted:
+            assert block is not None
+            part = narrow(block, common.in_first, common.shape).contiguous()
+            (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
+            write_at(place.path, part, place.position + run.start)
+            progress(part.nbytes)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
-from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem
+from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis, rows_of, shifted
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
 from megatron.core.dist_checkpointing.planning.planner import WriteItem
 
 SLOT_SIZE = 8 << 20
@@ -80,13 +80,12 @@ class LazySource:
         self._read, self._item = read, item
 
     def copy(self, slot: Slot, part: Part) -> None:
-        offset, shape, skipped = self._item.offset, self._item.shape, part.start
-        if shape:
-            row = self._item.nbytes // shape[0]
-            first, last = part.start // row, -(-(part.start + part.length) // row)
-            offset, shape = (offset[0] + first, *offset[1:]), (last - first, *shape[1:])
-            skipped -= first * row
-        values = self._read(offset, shape).contiguous().view(-1).view(torch.uint8)
+        item, axis = self._item, row_axis(self._item.shape)
+        row = item.nbytes // (1 if axis is None else item.shape[axis])
+        first, last = part.start // row, -(-(part.start + part.length) // row)
+        offset, shape = rows_of(item.shape, first, last - first)
+        values = self._read(shifted(item.offset, offset), shape).contiguous().view(-1).view(torch.uint8)
+        skipped = part.start - first * row
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
 
@@ -173,9 +172,9 @@ def constant_sources(files: Sequence[FileLayout]) -> list[BytesSource]:
     result = []
     for file in files:
         for placed in file.items:
-            envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
+            prefix, suffix = placed.envelope
             padding = bytes(placed.end - placed.position - placed.length)
-            result += [BytesSource(envelope.prefix), BytesSource(envelope.suffix + padding)]
+            result += [BytesSource(prefix), BytesSource(suffix + padding)]
     return result
 
 
@@ -187,11 +186,12 @@ def bind_sources(
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[Source] = []
     for number, placed in enumerate(placed for file in files for placed in file.items):
-        key, read = placed.item.key, tensors[placed.item.key].read
+        item, read = placed.item, tensors[placed.item.key].read
         if read is not None:
-            data: Source = LazySource(read, placed.item)
+            data: Source = LazySource(read, item)
         else:
-            data = _live_source(_piece(boxes[key, placed.item.box], placed), key in volatile)
+            tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
+            data = _live_source(tensor, item.key in volatile)
         sources += [constants[2 * number], data, constants[2 * number + 1]]
     return sources
 
@@ -201,11 +201,3 @@ def _live_source(tensor: torch.Tensor, volatile: bool) -> Source:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.contiguous()
     return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
-
-
-def _piece(box: Box, placed: PlacedItem) -> torch.Tensor:
-    item = placed.item
-    if item.shape == box.shape:
-        return box.tensor
-    axis = next(i for i, (a, b) in enumerate(zip(item.shape, box.shape, strict=True)) if a != b)
-    return box.tensor.narrow(axis, item.offset[axis] - item.box[axis], item.shape[axis])
