@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis, rows_of, shifted
+from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
-from megatron.core.dist_checkpointing.planning.planner import WriteItem
+from megatron.core.dist_checkpointing.planning.planner import Item
 
 SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
@@ -76,15 +76,15 @@ class BytesSource:
 class LazySource:
     """The bytes of an item that is read while it is staged, whole rows at a time."""
 
-    def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: WriteItem) -> None:
+    def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
         self._read, self._item = read, item
 
     def copy(self, slot: Slot, part: Part) -> None:
         item, axis = self._item, row_axis(self._item.shape)
         row = item.nbytes // (1 if axis is None else item.shape[axis])
         first, last = part.start // row, -(-(part.start + part.length) // row)
-        offset, shape = rows_of(item.shape, first, last - first)
-        values = self._read(shifted(item.offset, offset), shape).contiguous().view(-1).view(torch.uint8)
+        rows = item.rows(first, last - first)
+        values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
         skipped = part.start - first * row
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
