@@ -78,17 +78,16 @@ def test_corrupt_tracker(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("iteration 2")
-    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt.*'iteration 2'"):
-        pool.run(train, 1, f"{MOCK} --load {tmp_path}")
+    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     tracker.unlink()
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     tracker.write_text("3")  # its checkpoint is gone
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train --ckpt-step 2")[0].iteration == 2
-    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: 2"):
+    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: iter_0000002"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path} --ckpt-step 7")
     (tmp_path / "iter_0000002/.metadata").unlink()
-    with pytest.raises(ValueError, match=r"names 3, but it is not complete"):
+    with pytest.raises(ValueError, match=r"(?s)names 3, but it does not exist.*no complete checkpoint"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path}")
 
 

@@ -34,10 +34,13 @@ def environment_world_size() -> int:
 
 
 def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[ParallelState, torch.device]:
-    """Join the run: threads, device, process groups. Under torchrun or as a single plain process.
+    """Join the run: threads, device, process groups. Under torchrun or as a single plain process."""
+    device = join(config)
+    return ParallelState.create(parallel, timedelta(minutes=config.distributed_timeout_minutes)), device
 
-    A default process group that exists already is used as it is.
-    """
+
+def join(config: DistributedConfig) -> torch.device:
+    """Threads, device and the default process group; one that exists already is used as it is."""
     torch.set_num_threads(num_threads(config))
     if config.deterministic_mode:
         _be_deterministic()
@@ -52,7 +55,7 @@ def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[Par
         _init_process_group(
             config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"), timeout, device
         )
-    return ParallelState.create(parallel, timeout), device
+    return device
 
 
 def choose_device(config: DistributedConfig) -> torch.device:
