@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult, Rewrite
 from megatron.core.dist_checkpointing.saving.prepared_plan import PreparedPlan, prepare_plan
-from megatron.core.dist_checkpointing.saving.shard_file import Workers
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import check_free_space
 
 

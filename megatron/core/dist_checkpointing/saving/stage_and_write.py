@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
 from megatron.core.dist_checkpointing.saving.commit import PendingSave
-from megatron.core.dist_checkpointing.saving.shard_file import ShardFile, Workers
+from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile
 from megatron.core.dist_checkpointing.saving.staging import Chunk, Slot, Source
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import write_durably
 
 
