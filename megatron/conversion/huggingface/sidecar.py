@@ -23,6 +23,7 @@ from megatron.conversion.model_space.source import (
     Source,
     TensorInfo,
     TrainingState,
+    full_precision_key,
     optimizer_key,
     optimizer_states,
 )
@@ -79,7 +80,7 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     for parameter, shape in parameters.items():
         for state in states:
             key = optimizer_key(state, parameter)
-            read = parameter if state == "param" and key not in source.tensors else key
+            read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
                 raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
             tensors[key] = (read, TensorInfo(shape, torch.float32))
