@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
 from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
 from megatron.conversion.megatron_lm.rng import rng_key
@@ -47,6 +50,21 @@ def rank_directory(tp: int, pp: int, pp_size: int) -> str:
 
 def is_legacy(directory: Path) -> bool:
     return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+def legacy_faults(directory: Path) -> list[str]:
+    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
+    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+    stored = _open(first).get("args")
+    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
+    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    if not args or first.parent.name not in ranks:
+        return []  # of a layout or an age that is refused when it is opened
+    names = [MODEL_FILE]
+    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
+        names.append(OPTIMIZER_FILE)
+    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
 
 
 class LegacySource:

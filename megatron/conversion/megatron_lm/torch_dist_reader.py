@@ -29,7 +29,14 @@ from megatron.conversion.model_space.rank_layout import (
     with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Reader,
+    is_complete,
+    load_common,
+    missing_or_truncated,
+)
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
@@ -37,6 +44,17 @@ _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
+
+
+def is_torch_dist(directory: Path) -> bool:
+    return (directory / METADATA).is_file()
+
+
+def torch_dist_faults(directory: Path) -> list[str]:
+    """Files that are missing or shorter than when the checkpoint was committed."""
+    if not is_complete(directory):
+        return [f"{METADATA_JSON} is missing"]
+    return missing_or_truncated(directory)
 
 
 class TorchDistSource:

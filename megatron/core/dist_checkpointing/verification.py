@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
-from megatron.core.dist_checkpointing.planning.planner import find_fault
 
 _READ_SIZE = 8 * BLOCK_SIZE
 
@@ -72,21 +71,23 @@ def verify(
 
 
 def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
-    """Files of a checkpoint that are not there, or not as long as when it was committed; content is not read.
+    """Files of a checkpoint that are not there, or shorter than when it was committed; content is not read.
 
-    Empty for checkpoints of other programs, which carry no list of their files.
+    Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked for.
     """
     path, problems = Path(directory), []
-    if not (path / CHECKSUMS).exists():
-        return []
-    for name, sums in read_checksums(path).items():
+    if (path / CHECKSUMS).exists():
+        exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
+    else:
+        exact, sizes = False, read_metadata(path).file_sizes()
+    for name, expected in sizes.items():
         try:
             size = (path / name).stat().st_size
         except OSError:
             problems.append(f"{name} is missing")
             continue
-        if size != sums.size:
-            problems.append(f"{name} has {size} bytes instead of {sums.size}")
+        if size < expected or (exact and size != expected):
+            problems.append(f"{name} has {size} bytes instead of {expected}")
     return problems
 
 
@@ -112,7 +113,10 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         return None
     report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        fault = find_fault(tensor.shape, [(chunk.offset, chunk.shape) for chunk in tensor.chunks])
+        try:
+            fault = tensor.chunks.find_fault(tensor.shape)
+        except CheckpointError as error:
+            fault = str(error)
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
     for name, size in sorted(metadata.file_sizes().items()):

@@ -9,8 +9,9 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.conversion.open_checkpoint import find_checkpoint, open_found
 from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpoint.directory import find_checkpoint
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.training.config.arguments import Given
 
 # What decides keys and shapes of the weights: a checkpoint that differs in one of them is one of another model.
@@ -86,13 +87,18 @@ def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
-    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args."""
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args. Collective."""
     if root is None:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
-    found, _ = find_checkpoint(root, step)
-    if found is None:
-        raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
-    return stored_args(vars(load_common(found)["args"]))
+
+    def read() -> dict[str, Any]:
+        found = find_checkpoint(root, step)
+        if found is None:
+            raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
+        common = load_common(found.directory) if found.format == "torch_dist" else {}
+        return stored_args(vars(common["args"]) if "args" in common else open_found(found).args)
+
+    return Coordination.of(None).at_coordinator(read)
 
 
 def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:
