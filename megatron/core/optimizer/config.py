@@ -39,9 +39,9 @@ class OptimizerConfig:
     """Added to the denominator of Adam."""
     sgd_momentum: float = flag(0.9)
     """Momentum of SGD."""
-    ademamix_beta3: float = flag(0.9999)
+    ademamix_beta3: float | None = flag(None)
     """Decay of AdEMAMix's slow running mean of the gradient."""
-    ademamix_alpha: float = flag(5.0)
+    ademamix_alpha: float | None = flag(None)
     """Weight of the slow mean."""
     ademamix_beta3_warmup: int | None = flag(None)
     """Iterations over which the decay of the slow mean rises to --ademamix-beta3."""
@@ -96,10 +96,17 @@ class OptimizerConfig:
             yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
         if self.muon_num_ns_steps < 1:
             yield f"--muon-num-ns-steps {self.muon_num_ns_steps} must be positive"
-        if self.optimizer == "ademamix" and not 0 < self.adam_beta1 <= self.ademamix_beta3 < 1:
+        if self.optimizer == "ademamix":
+            yield from self._ademamix_problems()
+
+    def _ademamix_problems(self) -> Iterator[str]:
+        beta3, alpha = self.ademamix_beta3, self.ademamix_alpha
+        if beta3 is None or alpha is None:
+            yield "--optimizer ademamix needs --ademamix-beta3 (as 0.9999) and --ademamix-alpha (as 5)"
+        elif not 0 < self.adam_beta1 <= beta3 < 1 or alpha < 0:
             yield (
-                f"--ademamix-beta3 {self.ademamix_beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both "
-                "above 0: it is the decay of the slower mean"
+                f"--ademamix-beta3 {beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both above 0 (it is the "
+                f"decay of the slower mean), and --ademamix-alpha {alpha} must not be negative"
             )
 
     def _check_loss_scale(self) -> Iterator[str]:

@@ -74,6 +74,7 @@ def make_update_rule(
     if config.optimizer == "sgd":
         rule = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
     elif config.optimizer == "ademamix":
+        assert config.ademamix_beta3 is not None and config.ademamix_alpha is not None
         warmups = config.ademamix_beta3_warmup, config.ademamix_alpha_warmup
         all_betas = (*betas, config.ademamix_beta3)
         rule = AdEMAMix(groups, config.lr, all_betas, config.adam_eps, config.ademamix_alpha, *warmups)
