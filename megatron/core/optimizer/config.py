@@ -105,8 +105,8 @@ class OptimizerConfig:
             yield "--optimizer ademamix needs --ademamix-beta3 (as 0.9999) and --ademamix-alpha (as 5)"
         elif not 0 < self.adam_beta1 <= beta3 < 1 or alpha < 0:
             yield (
-                f"--ademamix-beta3 {beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both above 0 (it is the "
-                f"decay of the slower mean), and --ademamix-alpha {alpha} must not be negative"
+                f"--ademamix-beta3 {beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both above 0 (it is "
+                f"the decay of the slower mean), and --ademamix-alpha {alpha} must not be negative"
             )
 
     def _check_loss_scale(self) -> Iterator[str]:
