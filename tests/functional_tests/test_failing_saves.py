@@ -19,10 +19,11 @@ LAST_FAILED = "It was the last save of the run"
 
 
 def names(directory):
-    """What there is but for the owner of the directory, in whose generation nothing unfinished may be left."""
+    """The checkpoints and the tracker; nothing unfinished may be left in the generation that owns the directory."""
     for generation in directory.glob(".generation-*"):
         assert [path.name for path in generation.iterdir()] == ["owner.json"]
-    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".generation-"))
+    others = ("run.json", "runs")  # the record of the run
+    return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".generation-") and p.name not in others)
 
 
 def run_without_its_last_save(launcher, ranks, flags, **limits):

@@ -119,7 +119,7 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
     assert config.checkpoint.save is not None
     start = {
         "command": sys.argv,
-        "began": round(now - (time.monotonic() - run.started), 3),  # of the program
+        "began": round(now - (run.clock() - run.started), 3),  # of the program
         "iteration": run.state.iteration,
         "consumed_samples": run.state.consumed_train_samples,
         "loaded": run.loaded,
@@ -211,7 +211,8 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)} with {size_text(memory)}"
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
 def _precision(config: Config) -> str:

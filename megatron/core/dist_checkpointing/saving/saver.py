@@ -34,10 +34,10 @@ from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier, open_store
-from megatron.core.dist_checkpointing.saving.shard_file import Workers
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
+from megatron.core.dist_checkpointing.threads import Workers
 
 
 @dataclass
@@ -105,8 +105,7 @@ class _Save:
     report: SaveReport
     handle: SaveHandle
     started: float
-    staged: threading.Event
-    on_device: bool = False
+    transfer: Transfer | None = None  # None: the snapshot failed
     device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def has_ended(self) -> bool:
@@ -128,6 +127,8 @@ class AsyncSaver:
     `fully_parallel` shares out the writing of what several ranks hold; `workers` threads write as many files per rank;
     `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
     the writing. A save fails when no rank has written anything for `timeout` seconds.
+    `progress` is called from the writing threads with the number of bytes just written. Leaving a `with` block by an
+    exception cancels the save under way.
     """
 
     def __init__(
@@ -139,12 +140,14 @@ class AsyncSaver:
         staging_mem_limit: int | None = None,
         timeout: float = 600.0,
         assume_constant_structure: bool = False,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
         self._coordination = Coordination.of(group)
         self._planner = Planner(self._coordination, fully_parallel, workers, assume_constant_structure)
         self._workers, self._timeout = workers, timeout
+        self._progress = progress
         self._max_slots = None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -199,14 +202,13 @@ class AsyncSaver:
         save_id = f"{plan.nonce}-{self._count}"
         barrier = SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
         pending = PendingCheckpoint.of(report.directory, save_id, generation)
-        current = _Save(report, SaveHandle(report), started, threading.Event())
+        current = _Save(report, SaveHandle(report), started)
         snapshot: _Snapshot | Exception
         try:
             snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
-            current.staged, current.on_device = snapshot.transfer.staged, snapshot.transfer.on_device
+            current.transfer = snapshot.transfer
         except Exception as error:
             snapshot = error
-            current.staged.set()
         self._current = current
         around = _AroundCommit(before_writing, rewrite, beside or {}, on_commit)
         self._conductor.submit(lambda: self._conduct(current, snapshot, barrier, pending, around))
@@ -216,12 +218,12 @@ class AsyncSaver:
     def wait_staged(self) -> None:
         """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
         current = self._current
-        if current is None or current.handle.done():
+        if current is None or current.transfer is None or current.handle.done():
             return
         begin = time.perf_counter()
-        current.staged.wait()
+        current.transfer.staged.wait()
         current.report.blocking += time.perf_counter() - begin
-        if current.on_device and current.device_wait is None:
+        if current.transfer.on_device and current.device_wait is None:
             assert self._stream is not None
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -254,7 +256,9 @@ class AsyncSaver:
     def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._current is not None and self._current.transfer is not None:
+            self._current.transfer.cancel()
         self.close()
 
     def _wait_for_current(self) -> None:
@@ -318,8 +322,6 @@ class AsyncSaver:
                 outcome = barrier.await_end()
         except BaseException as error:  # contact is lost, so this rank alone knows why
             outcome = Outcome(_describe(failure or error))
-        finally:
-            current.staged.set()
         report.error, report.superseded = outcome
         report.total = time.perf_counter() - current.started
         report.commit = report.total - report.writing
@@ -347,7 +349,12 @@ class AsyncSaver:
             barrier.begin()
         else:
             barrier.await_begin()
-        checksums = transfer.write(pending.pending, barrier.show_progress)
+
+        def wrote(nbytes: int) -> None:
+            barrier.show_progress()
+            self._progress(nbytes)
+
+        checksums = transfer.write(pending.pending, wrote)
         current.report.staging = transfer.staged_at - current.started
         current.report.writing = time.perf_counter() - current.started
         barrier.report(snapshot.objects.locations, checksum_records(checksums))
@@ -421,6 +428,7 @@ def save(
     on_commit: Callable[[], None] | None = None,
     rewrite: Rewrite | None = None,
     timeout: float = 600.0,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveReport:
     """The same verbs in a row: returns on every rank when the checkpoint is committed.
 
@@ -429,7 +437,12 @@ def save(
     """
     limit = staging_for_waiting(workers)
     with AsyncSaver(
-        group, fully_parallel=fully_parallel, workers=workers, staging_mem_limit=limit, timeout=timeout
+        group,
+        fully_parallel=fully_parallel,
+        workers=workers,
+        staging_mem_limit=limit,
+        timeout=timeout,
+        progress=progress,
     ) as saver:
         report = saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite).wait()
     if report.error is not None:

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
 from megatron.core.dist_checkpointing.saving.commit import Progress
-from megatron.core.dist_checkpointing.saving.shard_file import ShardFile, Workers
+from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile
 from megatron.core.dist_checkpointing.saving.staging import Chunk, Slot, Source
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import fsync_directory, write_flushed
 
 
@@ -108,12 +110,18 @@ class Transfer:
         with self._lock:
             self._futures.append(self._pool.submit(partial(task, index)))
 
+    def cancel(self) -> None:
+        """From any thread: `write` raises as soon as the pieces under way are done."""
+        self._failed = True
+
     def _wait(self) -> None:
         """Until all tasks are done, those included that others submit meanwhile; raises the first error."""
         position = 0
         while position < len(self._futures):
             self._futures[position].result()
             position += 1
+        if self._failed:
+            raise CheckpointError("cancelled")
 
     def _stage(self, index: int) -> None:
         if self._failed:
