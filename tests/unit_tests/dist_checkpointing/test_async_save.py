@@ -183,7 +183,7 @@ def rewriting(rank, size, root, patient):
             time.sleep(0.01)
         (directory / "added").write_text("a file of another form")
 
-    with AsyncSaver(timeout=60 if patient else 1) as saver:
+    with AsyncSaver(timeout=60 if patient else 4) as saver:
         error = saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
         if rank == 1:
             gave_up.touch()
@@ -195,7 +195,7 @@ def rewriting(rank, size, root, patient):
 def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, patient):
     errors = pool.run(rewriting, 2, str(tmp_path), patient)
     assert errors[0] is None
-    assert errors[1] is None if patient else "nothing was heard from rank 0 for 1 s" in errors[1]
+    assert errors[1] is None if patient else "nothing was heard from rank 0 for 4 s" in errors[1]
     assert (tmp_path / "0/added").read_text() == "a file of another form"
     assert_sharded(tmp_path / "0", 2, 0)
 
