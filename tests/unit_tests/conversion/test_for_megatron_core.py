@@ -17,7 +17,14 @@ from megatron.training.config.run_config import parse_args
 GOLDEN = Path(__file__).parents[2] / "golden/megatron_lm/mcore_0.19.2/llama_fp32_tp2pp2"
 
 # What Megatron-Bridge 0.6.2 takes from the arguments of a checkpoint.
-READ_BY_BRIDGE = ["multi_latent_attention", "heterogeneous_layers_config_path", "no_persist_layer_norm", "overlap_p2p_comm", "num_experts", "rotary_interleaved", "fp8_param_gather", "bias_swiglu_fusion", "bias_gelu_fusion", "squared_relu", "init_method_xavier_uniform", "config_logger_dir", "cp_comm_type", "is_hybrid_model", "init_model_with_meta_device", "transformer_impl", "moe_grouped_gemm", "mtp_num_layers", "fp16_lm_cross_entropy", "params_dtype", "make_vocab_size_divisible_by", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"]
+READ_BY_BRIDGE = (
+    "multi_latent_attention", "heterogeneous_layers_config_path", "no_persist_layer_norm", "overlap_p2p_comm",
+    "num_experts", "rotary_interleaved", "fp8_param_gather", "bias_swiglu_fusion", "bias_gelu_fusion",
+    "squared_relu", "init_method_xavier_uniform", "config_logger_dir", "cp_comm_type", "is_hybrid_model",
+    "init_model_with_meta_device", "transformer_impl", "moe_grouped_gemm", "mtp_num_layers",
+    "fp16_lm_cross_entropy", "params_dtype", "make_vocab_size_divisible_by", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS | {"bf16": True}, GPT_ARGS], ids=["llama", "gpt2"])
