@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -37,10 +37,12 @@ class Transfer:
         sources: Sequence[Source],
         objects: ObjectFile,
         stream: torch.cuda.Stream | None,
+        progress: Callable[[int], None],
     ) -> None:
         self.staged = threading.Event()
         self.staged_at = 0.0
         self._files, self._chunks, self._objects, self._stream = files, chunks, objects, stream
+        self._progress = progress  # called by the writers with the number of bytes just written
         self._sources: Sequence[Source] = sources
         self._unstaged = len(chunks)
         self._lock = threading.Lock()
@@ -89,16 +91,22 @@ class Transfer:
         with self._lock:
             self._futures.append(self._pool.submit(partial(task, index)))
 
+    def cancel(self) -> None:
+        """From any thread: `run` raises as soon as the pieces under way are done."""
+        self._failed = True
+
     def _wait(self) -> None:
         """Every task may have submitted another one: go on until none is new."""
         position = 0
         while True:
             with self._lock:
                 if position == len(self._futures):
-                    return
+                    break
                 future = self._futures[position]
             future.result()
             position += 1
+        if self._failed:
+            raise CheckpointError("cancelled")
 
     def _drain(self) -> None:
         position = 0
@@ -138,6 +146,7 @@ class Transfer:
         if copied is not None:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
+        self._progress(chunk.length)
         following = index + len(self._slots)
         if following < len(self._chunks):
             self._stage(following)
