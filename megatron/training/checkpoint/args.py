@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.dist_checkpointing import load_common
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.training.checkpoint.directory import find_checkpoint
 from megatron.training.config.arguments import Given
 
@@ -92,7 +92,10 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
     found, _ = find_checkpoint(root, step)
     if found is None:
         raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
-    return stored_args(vars(load_common(found)["args"]))
+    common = read_common(found)
+    if "args" not in common:
+        raise ValueError(f"--use-checkpoint-args: {found} holds no arguments")
+    return stored_args(vars(common["args"]))
 
 
 def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.extra_states import extra_states, is_extra_state
 from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import Source, optimizer_key
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
+from megatron.core.dist_checkpointing import clean_up, load, read_metadata
+from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args
 from megatron.training.checkpoint.directory import check_writable, find_checkpoint
@@ -42,6 +44,10 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     "non_homogeneous_layers": True,
 }
+
+
+_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
+_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
@@ -120,7 +126,7 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         if config.load is not None:
             logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
         return
-    common = load_common(found, verify=config.ckpt_verify)
+    common = read_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
@@ -155,7 +161,7 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
 
 
 def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
-    if "optimizer" not in common:
+    if "optimizer" not in common or "opt_param_scheduler" not in common:
         raise ValueError(
             f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
             "weights (--finetune)"
@@ -226,6 +232,8 @@ def _find(config: CheckpointConfig) -> tuple[Path | None, bool]:
 
 def _take_position(run: Run, common: dict[str, Any], stored: dict[str, Any]) -> None:
     """Iteration and consumed samples; they decide which data comes next."""
+    _POSITION(common, "the state of the run")
+    _CONSUMED(stored, "the arguments of the run")
     run.state = TrainState(
         iteration=common["iteration"],
         consumed_train_samples=stored["consumed_train_samples"],

@@ -6,11 +6,12 @@ import logging
 import time
 from pathlib import Path
 
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.model_space.load import load_from_source
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source
 from megatron.conversion.open_checkpoint import Hints, NoCheckpointError, detect, locate, open_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError, ShardedStateDict, load_common
+from megatron.core.dist_checkpointing import CheckpointError, ShardedStateDict
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.directory import find_checkpoint
 from megatron.training.config.options import CheckpointConfig
@@ -32,7 +33,7 @@ def foreign_source(config: CheckpointConfig) -> Source | None:
         form = detect(directory)
     except (NoCheckpointError, CheckpointError):
         return None  # whoever looks for our own form explains what is wrong
-    if form == "torch_dist" and load_common(directory).get("content_metadata", {}).get("non_homogeneous_layers"):
+    if form == "torch_dist" and (read_common(directory).get("content_metadata") or {}).get("non_homogeneous_layers"):
         return None
     return open_checkpoint(directory, hints=Hints(optimizer=not config.finetune))
 
@@ -50,7 +51,7 @@ def stored_vocab_size(config: CheckpointConfig, source: Source | None) -> int | 
         found, _ = find_checkpoint(config.load, config.ckpt_step)
     except ValueError:
         return None  # the load itself will tell
-    common = load_common(found) if found is not None else {}
+    common = read_common(found) if found is not None else {}
     return vars(common["args"]).get("model_vocab_size") if "args" in common else None
 
 
