@@ -16,7 +16,7 @@ class Generator:
 
     def __init__(self, model: str, tokenizer: str, device: str) -> None:
         self.device = device
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
 
     def __call__(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:

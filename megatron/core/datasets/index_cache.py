@@ -23,7 +23,8 @@ from megatron.core.durable_files import committed, fsync_directory
 logger = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray]
-FORMAT = 2  # part of every digest: raise it when the meaning of an array changes
+FORMAT = 1  # part of every digest: raise it when the meaning of an array changes
+RECORD = 2  # part of every file name: raise it when the form of the .json changes
 
 
 def digest_of(description: dict[str, Any]) -> str:
@@ -33,10 +34,12 @@ def digest_of(description: dict[str, Any]) -> str:
 
 
 def digest_of_array(array: np.ndarray) -> str:
-    """Of type, shape and contents."""
-    digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data.cast("B"))
-    return digest.hexdigest()
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data.cast("B"))
+
+
+def _recorded(array: np.ndarray) -> str:
+    """Type, shape and contents."""
+    return f"{array.dtype.str} {array.shape} {digest_of_array(array)}"
 
 
 def load_or_build(
@@ -45,7 +48,7 @@ def load_or_build(
     """The arrays that `description` determines: mapped from `directory`, or built (and left there for the others)."""
     if directory is None:
         return build()
-    stem = directory / f"{digest_of(description)}-{name}"
+    stem = directory / f"{digest_of({'record': RECORD, **description})}-{name}"
     arrays, damage = _load(stem)
     if arrays is not None:
         return arrays
@@ -86,7 +89,7 @@ def _load(stem: Path) -> tuple[Arrays | None, str]:
         return None, f"{type(error).__name__}: {error}"
     arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
     for key, array in arrays.items():
-        if digest_of_array(array) != recorded[key]:
+        if _recorded(array) != recorded[key]:
             return None, f"{stem.name}-{key}.npy does not have the recorded contents"
     return arrays, ""
 
@@ -98,7 +101,7 @@ def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: boo
             np.save(file, array, allow_pickle=False)
     record: dict[str, Any] = {
         "description": description,
-        "arrays": {key: digest_of_array(array) for key, array in arrays.items()},
+        "arrays": {key: _recorded(array) for key, array in arrays.items()},
     }
     record["digest"] = digest_of(record)
     with committed(_record_path(stem), replace) as temporary:
