@@ -12,14 +12,20 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import archive_faults
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
-from megatron.conversion.megatron_lm.rng import rng_key
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    refuse_unsupported_layout,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import rng_key
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
+    bucket_size_of,
     check_complete,
     check_main_parameters,
+    plan_buckets,
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
@@ -177,7 +183,7 @@ class LegacySource:
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = float(group.get("wd_mult", 1.0)) > 0.0
-            members = [parameter for parameter in everything if parameter.weight_decay == decay]
+            members = [parameter for parameter in everything if parameter.group.weight_decay == decay]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
                     f"{where}: parameter group {index} (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "

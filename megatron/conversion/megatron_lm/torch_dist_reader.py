@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
-from megatron.conversion.megatron_lm.flat_buffer import fit_buckets
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    refuse_unsupported_layout,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
     check_main_parameters,
+    fit_buckets,
 )
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
@@ -181,13 +186,7 @@ class TorchDistSource:
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""
         wanted = model_tensors(self.config)
-        for key, shape in wanted.items():
-            if key not in self.tensors:
-                raise CheckpointError(f"{directory}: {key} is missing")
-            if self.tensors[key].shape != shape:
-                raise CheckpointError(
-                    f"{directory}: {key} has shape {self.tensors[key].shape}, but the stored arguments make it {shape}"
-                )
+        check_parameters(self.tensors, wanted, str(directory))
         known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
         self.unused += sorted(set(self.tensors) - known)
         self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))

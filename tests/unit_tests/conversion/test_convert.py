@@ -12,7 +12,7 @@ from megatron.conversion.convert import WRITERS, Options, compare, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.open_checkpoint import FORMATS as READABLE
 from megatron.conversion.open_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 
 FORMATS = list(WRITERS)
 LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
@@ -106,7 +106,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
     def out_of_patience(nbytes):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):  # the saver's threads report what stopped them
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
