@@ -176,7 +176,7 @@ def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
 
 def refuse_unsupported_layout(args: Mapping[str, Any], where: str) -> None:
     """Raises ValueError that names every argument with which the layers were distributed by another rule."""
-    way_out = "(save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which has no layout): "
+    way_out = "(save it with --ckpt-format torch_dist, and take the weights alone: --no-optim, --no-load-optim): "
     _refuse(args, _LAYOUT, f"{where}: its files are cut by a pipeline layout that is not supported here {way_out}")
 
 
