@@ -132,7 +132,9 @@ class HuggingFaceSource:
     def _check_shapes(self) -> None:
         for place in self._places.values():
             for name, wanted in zip(place.names, place.stored_shapes(), strict=True):
-                found = self._info(name).shape
+                found, dtype = self._info(name).shape, self._info(name).dtype
+                if not dtype.is_floating_point:
+                    raise ValueError(f"{self._directory}: {self._stored(name)} is of {dtype}: integers are no weights")
                 if found != wanted:
                     raise ValueError(
                         f"{self._directory}: {self._stored(name)} has shape {list(found)}, but config.json makes it "
