@@ -244,7 +244,7 @@ GOLDEN = ROOT / "tests/golden/megatron_lm"
 
 def build(kind: str, root: Path) -> None:
     """An intact directory of each kind."""
-    source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28})
+    source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28, "vocab_size": 66})
     if kind == "hf":
         options = HuggingFaceOptions(optim_sidecar=True, max_shard_size=20_000)
         write_huggingface(source, root, options)
