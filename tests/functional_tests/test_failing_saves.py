@@ -112,6 +112,8 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
         job = launcher.start(1, flags(disk.path, mode, stop=4))
         if job.wait() == [0]:
             break
+        if "checkpoints cannot be saved to" in job.output():  # there is no room to take the directory
+            continue
         assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
         assert_whole(disk.path, straight, 2)
     assert spare > 3

@@ -62,6 +62,7 @@ class Generation(NamedTuple):
                 break
             except OSError as error:  # another start took this number, or has cleared our claim away
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) or not root.is_dir():
+                    remove(claim)
                     raise
         fsync_directory(root)
         generation._revoke_older()
