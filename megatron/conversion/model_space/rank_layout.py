@@ -47,8 +47,8 @@ class Layout:
         """The layout that a Megatron-LM Namespace records."""
         return cls.of(
             args["num_layers"],
-            args["tensor_model_parallel_size"],
-            args["pipeline_model_parallel_size"],
+            args.get("tensor_model_parallel_size") or 1,
+            args.get("pipeline_model_parallel_size") or 1,
             args.get("virtual_pipeline_model_parallel_size") or 1,
             args.get("decoder_first_pipeline_num_layers"),
             args.get("decoder_last_pipeline_num_layers"),
