@@ -219,4 +219,4 @@ def refuse_unsupported_layout(args: Mapping[str, Any], where: str) -> None:
 def _refuse(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], message: str) -> None:
     wrong = [name for name, values in known.items() if name in args and args[name] not in values]
     if wrong:
-        raise ValueError(message + ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong))
+        raise ValueError(message + ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong))
