@@ -12,12 +12,21 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
-from megatron.conversion.files import Progress, alone_in, no_progress
+from megatron.conversion.files import Progress, exclusive_output_dir, no_progress
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.stacked_layers import StackedLayers
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.model_space.source import (
+    ADAM,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    optimizer_states,
+)
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.format.schema import file_name
@@ -42,6 +51,8 @@ class Options:
     workers: int = 1
     universal_style: str | None = None
     qkv_blocks: bool = False
+    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
+    stacked_layers: bool = False
     trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
     note: Callable[[str], None] = lambda text: None  # told what else is worth a line
 
@@ -50,7 +61,8 @@ Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what 
 
 
 def _write_torch_dist(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
-    return _in_iteration(source, root, lambda to: write_torch_dist(source, to, options.workers, progress))
+    stored = StackedLayers(source) if options.stacked_layers else source
+    return _in_iteration(source, root, lambda to: write_torch_dist(stored, to, options.workers, progress))
 
 
 def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
@@ -123,10 +135,10 @@ def convert(
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
         raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
-    changed = Changed(source, options)
+    changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
     partial = save_dir.with_name(f".{save_dir.name}.converting")
-    with alone_in(partial):
+    with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
         verified = compare(changed, open_checkpoint(partial)) if verify else None
@@ -140,12 +152,13 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     if saver == "hf" and not options.optim_sidecar:
         return sum(info.nbytes for info in weights)
-    if saver == "universal":  # main parameters and two moments, in fp32
-        return sum(3 * 4 * math.prod(info.shape) for info in weights)
+    if saver == "universal":  # every state in fp32
+        states = len(optimizer_states(source.tensors) or ADAM)
+        return sum(states * 4 * math.prod(info.shape) for info in weights)
     return sum(info.nbytes for info in source.tensors.values())
 
 
-class Changed:
+class CastSource:
     """A source as the options want it: another dtype of the weights, or without the optimizer.
 
     A new dtype is cast from the fp32 main parameters where there are some.
@@ -166,14 +179,15 @@ class Changed:
         if options.dtype is not None:
             self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
             self.args["params_dtype"] = options.dtype
+        if options.transformer_impl is not None:
+            self.args["transformer_impl"] = options.transformer_impl
         if not options.optimizer and source.training is not None:
             self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         wanted = self.tensors[key].dtype
-        main = f"optimizer.state.param.{key}"
-        if wanted != self._source.tensors[key].dtype and main in self._source.tensors:
-            key = main
+        if wanted != self._source.tensors[key].dtype:
+            key = full_precision_key(key, self._source.tensors)
         return self._source.read(key, offset, shape).to(wanted)
 
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 from training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, assert_same_bits, train, whole
 
+from megatron.conversion.convert import Options, convert
+from megatron.conversion.open_checkpoint import Hints, open_checkpoint
+
 FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
 
 
@@ -36,15 +39,32 @@ def test_saved_and_resumed(pool, tmp_path, layout):
     assert_same_bits(whole(second), whole(straight))
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_without_the_distributed_optimizer(pool, tmp_path, precision):
-    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
+@pytest.mark.parametrize("precision, impl", [("", "local"), ("--bf16", "transformer_engine")])
+def test_without_the_distributed_optimizer(pool, tmp_path, precision, impl):
+    """The names are those of the modules that --transformer-impl says; both are read."""
+    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision} --transformer-impl {impl}"
     saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}")
     assert files(tmp_path / "iter_0000004") == [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
     content = torch.load(tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False)
     assert (content["iteration"], content["args"].consumed_train_samples) == (4, 32)
+    names = {"local": "input_layernorm.weight", "transformer_engine": "self_attention.linear_qkv.layer_norm_weight"}
+    assert [f"decoder.layers.3.{name}" in content["model"] for name in names.values()] == [impl == n for n in names]
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
     assert_same_bits(whole(loaded), whole(saved))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd(pool, tmp_path, momentum):
+    """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their optimizer."""
+    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
+    legacy, again = tmp_path / "legacy", tmp_path / "torch_dist"
+    saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {legacy}")
+    convert(legacy, again, "torch_dist", verify=True)
+    loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
+    assert_same_bits(whole(loaded), whole(saved))
+    convert(again, tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False))
+    weights = open_checkpoint(tmp_path / "hf").tensors
+    assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
 
 
 @pytest.mark.parametrize("damage", ["lost tracker", "garbled tracker", "truncated checkpoint"])

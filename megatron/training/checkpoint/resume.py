@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.model_space.load import load_from_source
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key
@@ -50,7 +50,9 @@ def find_start(config: CheckpointConfig) -> Start | None:
     own = found.format == "torch_dist" and load_common(found.directory).get("content_metadata", {})
     if own and own.get("non_homogeneous_layers"):
         return Start(found.directory, weights_only, None)
-    return Start(found.directory, weights_only, open_found(found, Hints(optimizer=not weights_only)))
+    return Start(
+        found.directory, weights_only, open_found(found, Hints(optimizer=not (weights_only or config.no_load_optim)))
+    )
 
 
 def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:

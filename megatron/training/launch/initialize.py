@@ -63,7 +63,11 @@ def join(config: DistributedConfig) -> torch.device:
 
 
 def choose_device(config: DistributedConfig) -> torch.device:
-    """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU."""
+    """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU.
+
+    A launcher may show every process its own device alone (`srun --gpus-per-task=1`): one device is everybody's first.
+    Should it be the same one after all, NCCL says so ("Duplicate GPU detected") when the processes meet.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ValueError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
@@ -72,7 +76,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
             raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on the CPU")
         return torch.device("cpu")
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= devices and config.distributed_backend != "gloo":
+    if 1 < devices <= local_rank and config.distributed_backend != "gloo":
         raise ValueError(
             f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per "
             "node, or let processes share a device with --distributed-backend gloo"
