@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.model_space.load import load_from_source
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.conversion.open_checkpoint import Found, Hints, find_checkpoint, open_found
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
+from megatron.core.dist_checkpointing import load, read_metadata
+from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.retention import remove_leftovers
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.launch.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
+
+
+_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
+_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 
 class Start(NamedTuple):
@@ -39,15 +43,14 @@ class Start(NamedTuple):
 def find_start(config: CheckpointConfig) -> Start | None:
     """The checkpoint to go on from; None: from scratch, if that is what the flags mean. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
-    can be written to, and removes what saves and removals that were cut off left there. ValueError for a --load without
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
     a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer = Coordination.of(None).at_coordinator(lambda: _prepare(config))
     if answer is None:
         return None
     found, weights_only = answer
-    own = found.format == "torch_dist" and load_common(found.directory).get("content_metadata", {})
+    own = found.format == "torch_dist" and read_common(found.directory).get("content_metadata")
     if own and own.get("non_homogeneous_layers"):
         return Start(found.directory, weights_only, None)
     return Start(
@@ -57,10 +60,6 @@ def find_start(config: CheckpointConfig) -> Start | None:
 
 def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:
     """On rank 0: what to load, and whether only its weights count."""
-    if config.save is not None:
-        check_writable(config.save)
-        clean_up(config.save)
-        remove_leftovers(config.save)
     found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
     if found is not None:
         if found.note is not None:
@@ -84,16 +83,6 @@ def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:
     return None
 
 
-def check_writable(root: str | Path) -> None:
-    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
-
-
 def stored_vocab_size(start: Start | None) -> int | None:
     """Tokens of the model in the checkpoint to load; None if there is none.
 
@@ -103,7 +92,7 @@ def stored_vocab_size(start: Start | None) -> int | None:
         return None
     if start.source is not None:
         return start.source.tensors[WORD_EMBEDDINGS].shape[0]
-    common = load_common(start.directory)
+    common = read_common(start.directory)
     return vars(common["args"]).get("model_vocab_size") if "args" in common else None
 
 
@@ -112,11 +101,13 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
     if start is None:
         return
     found, weights_only = start.directory, start.weights_only
+    if not weights_only:
+        run.saver.continue_from(found)
     if start.source is not None:
         load_foreign(run, start.source, weights_only, model_state(run))
         return
     config, began = run.config.checkpoint, time.perf_counter()
-    common = load_common(found, verify=config.ckpt_verify)
+    common = read_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
@@ -151,7 +142,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
 
 
 def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
-    if "optimizer" not in common:
+    if "optimizer" not in common or "opt_param_scheduler" not in common:
         raise ValueError(
             f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
             "weights (--finetune)"
@@ -174,6 +165,8 @@ def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
 
 def _take_position(run: Run, common: dict[str, Any], stored: dict[str, Any]) -> None:
     """Iteration and consumed samples; they decide which data comes next."""
+    _POSITION(common, "the state of the run")
+    _CONSUMED(stored, "the arguments of the run")
     run.state = TrainState(
         iteration=common["iteration"],
         consumed_train_samples=stored["consumed_train_samples"],
