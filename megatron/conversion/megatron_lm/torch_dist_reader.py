@@ -62,11 +62,11 @@ class TorchDistSource:
     fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, verify: bool = False) -> None:
         self.description = f"torch_dist checkpoint {directory}"
-        self._reader = Reader(directory)
+        self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
-        common = load_common(directory)
+        common = load_common(directory, verify=verify)
         if not common and COMMON_STATE in stored.objects:
             common = self._reader.read_object(COMMON_STATE)
         self.args = arguments(common, str(directory))

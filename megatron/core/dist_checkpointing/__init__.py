@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_t
 from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
-from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load_common
+from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load, load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -43,6 +43,7 @@ __all__ = [
     "UnsafePickleError",
     "VerifyReport",
     "clean_up",
+    "fill",
     "flat_range_boxes",
     "in_memory",
     "is_complete",
