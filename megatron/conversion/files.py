@@ -30,7 +30,7 @@ def make_empty_directory(directory: Path) -> None:
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def exclusive_output_dir(directory: Path) -> Iterator[None]:
     """The directory, made or emptied, for one process at a time; it is removed if the block fails.
 
     Raises ValueError while another conversion works there. What a killed one left is removed.

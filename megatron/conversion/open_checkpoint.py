@@ -37,7 +37,7 @@ class Hints:
     args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
     qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: the state beside a Hugging Face model is left alone
+    optimizer: bool = True  # False: its state is passed over, whatever it is
     as_saved: bool = False  # what a run of ours saved keeps its keys and is not compared with its arguments
     verify: bool = False  # compare what is read with the checksums
 
@@ -51,7 +51,7 @@ def _open_torch_dist(directory: Path, hints: Hints) -> Source:
         common = load_common(directory, verify=hints.verify)
         if common.get("content_metadata", {}).get("non_homogeneous_layers"):
             return RunCheckpoint(directory, common, hints.verify)
-    return TorchDistSource(directory, verify=hints.verify)
+    return TorchDistSource(directory, hints.optimizer, hints.verify)
 
 
 class Format(NamedTuple):
@@ -64,7 +64,7 @@ class Format(NamedTuple):
 
 FORMATS: dict[str, Format] = {
     "torch_dist": Format(is_torch_dist, torch_dist_faults, _open_torch_dist),
-    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory)),
+    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory, hints.optimizer)),
     "hf": Format(
         is_huggingface,
         lambda directory: [],  # all of its files are looked at when it is opened
@@ -73,7 +73,7 @@ FORMATS: dict[str, Format] = {
     "universal": Format(
         lambda directory: (directory / ZERO).is_dir(),
         universal_faults,
-        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout),
+        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
     ),
 }
 

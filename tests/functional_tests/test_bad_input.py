@@ -74,6 +74,20 @@ def test_tokens_of_another_vocabulary(pool, prefix):
         train_on(pool, prefix, "--vocab-size 20")
 
 
+def test_torchrun_shows_an_error_of_the_data_as_the_root_cause(prefix):
+    flags = f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 --vocab-size 20 "
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["pretrain_gpt.py", *shlex.split(flags), "--num-workers", "1", "--dataloader-type", "cyclic"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    message = f"{prefix}.bin holds token"
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and message in ours[0] and "Original Traceback" not in done.stderr
+    root_cause = done.stderr.split("Root Cause (first observed failure):")[1]
+    (shown,) = (line for line in root_cause.splitlines() if line.startswith("  traceback : "))
+    assert shown == f"  traceback : {ours[0]}"
+
+
 def test_corrupt_tracker(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"

@@ -12,7 +12,7 @@ import torch
 from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_training
 from megatron.conversion.deepspeed.files import UniversalFiles
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, flag_name, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import RowMap, as_is, gather, qkv_blocks
+from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_blocks, unpack_rows
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,7 +30,13 @@ class UniversalSource:
     2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments give away.
     """
 
-    def __init__(self, directory: Path, args: Mapping[str, Any] | None = None, qkv_layout: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        args: Mapping[str, Any] | None = None,
+        qkv_layout: str | None = None,
+        optimizer: bool = True,
+    ) -> None:
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         given = dict(args or {})
@@ -38,12 +44,14 @@ class UniversalSource:
         self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, given), self.description)
         self.args |= resolved(config)
-        self.tensors = _tensors(files, config)
+        self.tensors = _tensors(files, config, optimizer)
         self._qkv_map = _qkv_map(config, self._blocks(qkv_layout, config))
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
         )
+        if not optimizer:
+            self.training.param_groups = self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         info = self.tensors[key]
@@ -58,7 +66,7 @@ class UniversalSource:
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         row_map = self._qkv_map if is_qkv else as_is(info.shape[0])
-        return gather(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
+        return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
         """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""
@@ -137,7 +145,7 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
     return implied
 
 
-def _tensors(files: UniversalFiles, config: TransformerConfig) -> dict[str, TensorInfo]:
+def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) -> dict[str, TensorInfo]:
     """Weights and states; raises ValueError unless files and arguments describe the same model."""
     wanted = model_tensors(config)
     missing = [key for key in wanted if key not in files.names]
@@ -154,7 +162,7 @@ def _tensors(files: UniversalFiles, config: TransformerConfig) -> dict[str, Tens
                 f"{files.description}: {files.names[key]} has shape {list(found)}, its arguments make it {list(shape)}"
             )
     tensors = {key: TensorInfo(shape, config.params_dtype) for key, shape in wanted.items()}
-    for state in OPTIMIZER_STATES:
+    for state in files.states() if optimizer else ():
         tensors |= {optimizer_key(state, key): TensorInfo(shape, torch.float32) for key, shape in wanted.items()}
     return tensors
 

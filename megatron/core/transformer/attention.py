@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.module import MegatronModule, Normal
+from megatron.core.module import MegatronModule, Normal, param_info, set_param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, checkpoint
 from megatron.core.transformer.attention_mask import AttentionMask
@@ -58,6 +60,8 @@ class SelfAttention(MegatronModule):
             dtype=dtype,
             device=device,
         )
+        weight, blocks = self.linear_qkv.weight, (projection // config.query_groups, head_dim, head_dim)
+        set_param_info(weight, replace(param_info(weight), row_blocks=blocks))
         # Each rank normalizes its own heads, so these gradients are partial sums even without sequence parallelism.
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
@@ -102,6 +106,19 @@ class SelfAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        grouped = self.queries_per_group > 1
+        if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
+            k, v = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.queries_per_group > 1
+            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
         )
+
+
+def takes_groups(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused kernel takes fewer key and value heads than query heads.
+
+    On CUDA that is flash attention alone, which has no masks and no fp32. Without it torch would fall back to plain
+    matrix products that keep all probabilities; copies of keys and values for every query head cost far less.
+    """
+    return device_type != "cuda" or (not masked and dtype in (torch.float16, torch.bfloat16))

@@ -10,28 +10,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.megatron_lm.extra_states import extra_states
-from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
+from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
+from megatron.conversion.megatron_lm.objects import extra_states
+from megatron.conversion.megatron_lm.objects import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
 from megatron.training.checkpoint.legacy_save import rewriting_as_legacy
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
-from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
-
-CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
-
-# How the optimizer state lies in the files, in the terms of Megatron-core: one key per layer, at the parameter's shape.
-CONTENT_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "non_homogeneous_layers": True,
-}
 
 
 def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
@@ -81,13 +71,7 @@ def common_state(run: Run) -> dict[str, Any]:
         "skipped_train_samples": 0,
         "train_data_fingerprint": run.train_data_fingerprint,
     }
-    common = {
-        "args": make_namespace(config.flags(), derived),
-        "checkpoint_version": CHECKPOINT_VERSION,
-        "iteration": state.iteration,
-        "num_floating_point_operations_so_far": state.num_floating_point_operations_so_far,
-        "content_metadata": CONTENT_METADATA,
-    }
+    common = megatron_common_state(make_namespace(config.flags(), derived), state)
     if not config.checkpoint.no_save_optim:
         common["optimizer"] = run.optimizer.state_dict()
         common["opt_param_scheduler"] = run.scheduler.state_dict()

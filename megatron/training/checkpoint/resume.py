@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.load import load_from_source
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.conversion.open_checkpoint import Found, Hints, find_checkpoint, open_found
@@ -47,10 +47,11 @@ def find_start(config: CheckpointConfig) -> Start | None:
     if answer is None:
         return None
     found, weights_only = answer
+    hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
     source: Source | None = None
     error: ValueError | None = None
     try:
-        source = open_found(found, Hints(optimizer=not weights_only, as_saved=True, verify=config.ckpt_verify))
+        source = open_found(found, hints)
     except ValueError as caught:
         error = caught
     coordination.raise_together(error)

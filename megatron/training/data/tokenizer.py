@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.utils import flag, round_up
+from megatron.core.utils import flag
 
 
 class Tokenizer(Protocol):
@@ -67,13 +67,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         vocab_file = _path(kind, "--vocab-file", config.vocab_file)
         return GPT2BPETokenizer(vocab_file, _path(kind, "--merge-file", config.merge_file))
     raise ValueError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
-
-
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
-    """Rows of the embedding over all TP ranks."""
-    if make_vocab_size_divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
-    return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
 
 
 def _path(kind: str, flag_name: str, value: str | None) -> Path:
