@@ -81,7 +81,9 @@ def find_universal(directory: Path) -> Path | None:
 
 def universal_faults(directory: Path) -> list[str]:
     """Files that are missing or truncated. Raises CheckpointError for other damage."""
-    required = {folder / name for folder in _parameter_folders(directory) for name in STATE_FILES.values()}
+    folders = _parameter_folders(directory)  # all have what one has: the states of one optimizer
+    states = [name for name in STATE_FILES.values() if any((folder / name).is_file() for folder in folders)]
+    required = {folder / name for folder in folders for name in {STATE_FILES["param"], *states}}
     files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
     return archive_faults(sorted(files), directory)
 
