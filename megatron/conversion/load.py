@@ -12,7 +12,11 @@ import torch
 from megatron.conversion.megatron_lm.args import param_groups, training_state
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, LoadReport, Reader, ShardedStateDict, fill
+from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.loading.reader import Request
+
+_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
+_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 
 class RunCheckpoint:
@@ -26,6 +30,9 @@ class RunCheckpoint:
         if "args" not in common:
             raise CheckpointError(f"{directory} holds tensors, but not the arguments and the state of a training run")
         self.args: dict[str, Any] = dict(vars(common["args"]))
+        if "iteration" in common or "optimizer" in common:  # else it is a released model, converted
+            _POSITION(common, f"{directory}: the state of the run")
+            _CONSUMED(self.args, f"{directory}: the arguments of the run")
         self.reader = Reader(directory, verify=verify)
         self.unused: list[str] = []
         stored = self.reader.metadata

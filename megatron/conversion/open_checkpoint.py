@@ -18,10 +18,11 @@ from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, unive
 from megatron.conversion.deepspeed.reader import UniversalSource
 from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
 from megatron.conversion.load import RunCheckpoint
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy, legacy_faults
 from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource, is_torch_dist, torch_dist_faults
 from megatron.conversion.model_space.source import Source
-from megatron.core.dist_checkpointing import CheckpointError, load_common, read_tracker
+from megatron.core.dist_checkpointing import CheckpointError, read_tracker
 from megatron.core.dist_checkpointing.files import CHECKSUMS
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class NoCheckpointError(ValueError):
 
 def _open_torch_dist(directory: Path, hints: Hints) -> Source:
     if hints.as_saved:
-        common = load_common(directory, verify=hints.verify)
-        if common.get("content_metadata", {}).get("non_homogeneous_layers"):
+        common = read_common(directory, verify=hints.verify)
+        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
             return RunCheckpoint(directory, common, hints.verify)
     return TorchDistSource(directory, hints.optimizer, hints.verify)
 

@@ -42,6 +42,8 @@ class TokenizerConfig:
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(None)
     """SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: a directory, or a tokenizer.json."""
+    trust_remote_code: bool = flag(False)
+    """Run the code that a Hugging Face tokenizer's directory brings along. Never taken from a checkpoint."""
     vocab_file: str | None = flag(None)
     """GPT2BPETokenizer: the vocab.json file."""
     merge_file: str | None = flag(None)
@@ -62,7 +64,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if kind == "SentencePieceTokenizer":
         return SentencePieceTokenizer(_path(kind, "--tokenizer-model", config.tokenizer_model))
     if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(_path(kind, "--tokenizer-model", config.tokenizer_model))
+        path = _path(kind, "--tokenizer-model", config.tokenizer_model)
+        return HuggingFaceTokenizer(path, config.trust_remote_code)
     if kind == "GPT2BPETokenizer":
         vocab_file = _path(kind, "--vocab-file", config.vocab_file)
         return GPT2BPETokenizer(vocab_file, _path(kind, "--merge-file", config.merge_file))
@@ -133,8 +136,8 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 class HuggingFaceTokenizer:
     """A tokenizer of `transformers` from local files: a saved directory, or a tokenizer.json. EOD is its EOS token."""
 
-    def __init__(self, path: Path) -> None:
-        self._tokenizer = _load_huggingface(path)
+    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
+        self._tokenizer = _load_huggingface(path, trust_remote_code)
         self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size: int = max(len(self._tokenizer), max(ids, default=-1) + 1)
@@ -153,7 +156,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
-def _load_huggingface(path: Path) -> Any:
+def _load_huggingface(path: Path, trust_remote_code: bool) -> Any:
     """A directory, or the directory of a tokenizer.json that has its configuration beside it, or the file alone."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes seconds to import
 
@@ -161,7 +164,7 @@ def _load_huggingface(path: Path) -> Any:
         path = path.parent
     try:
         if path.is_dir():
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the libraries below raise bare Exception
         raise ValueError(f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}") from error
