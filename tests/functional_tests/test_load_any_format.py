@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import LAYOUTS, MODELS, assert_same_bits, train, whole
+from training_harness import LAYOUTS, MODELS, train, whole
 
 import megatron.conversion.load as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import Options, convert
+from tests.compare import assert_same
 
 FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
 FORMATS = ("torch_dist", "legacy", "universal", "hf")
@@ -51,7 +52,7 @@ def test_replicas_share_the_reading(pool, runs, form):
     alone = pool.run(counting_train, 2, flags)
     shared = pool.run(counting_train, 2, f"{flags} --ckpt-fully-parallel-load")
     for results in (alone, shared):
-        assert_same_bits(whole([outcome for outcome, _ in results]), saved)
+        assert_same(whole([outcome for outcome, _ in results]), saved)
     assert sum(count for _, count in shared) == alone[0][1] == alone[1][1]
 
 
@@ -121,7 +122,7 @@ def test_from_a_gpu_to_the_cpu(pool, tmp_path):
     pool.run(train_as_on_a_gpu, 2, f"{flags} --exit-interval 3 --save {tmp_path}")
     first, second = (pool.run(train, 2, f"{flags} --load {tmp_path}") for _ in range(2))
     assert first[0].iteration == 6
-    assert_same_bits(whole(first), whole(second))
+    assert_same(whole(first), whole(second))
 
 
 def test_another_optimizer_names_the_ways_out(pool, runs):
