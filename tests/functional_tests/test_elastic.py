@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
-from training_harness import COMMON, LAYOUTS, LLAMA, assert_same_bits
+from training_harness import COMMON, LAYOUTS, LLAMA
+
+from tests.compare import assert_same
 
 ROOT = Path(__file__).parents[2]
 FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 60 --save-interval 3 "
@@ -81,7 +83,7 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
     _, expected, directory = undisturbed
     assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
     final = "iter_0000060"
-    assert_same_bits(stored_tensors(root / final), stored_tensors(directory / final))
+    assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,18 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
     expected = undisturbed[0]
     assert sorted(losses) == sorted(expected) == list(range(1, 61))
     assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_a_run_that_was_stopped_yields_to_its_successor(launcher, tmp_path):
+    """Stopped between two saves, continued when the next start has finished: it says who took over, and ends."""
+    flags = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} --load {tmp_path}"
+    stopped = launcher.start(1, f"{flags} --train-iters 1000000")
+    stopped.until_iteration(5)
+    stopped.signal(0, signal.SIGSTOP)
+    stopped.until(lambda: "\nState:\tT" in Path(f"/proc/{stopped.pids[0]}/status").read_text(), "the stop")
+    successor = launcher.run(1, f"{flags} --train-iters {max(stopped.iterations()) + 20}")
+    last = successor.iterations()[-1]
+    stopped.signal(0, signal.SIGCONT)
+    assert stopped.wait() == [1]
+    assert re.search(r"error: .* another start has taken over this directory \(generation 2: .*pid", stopped.output())
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)

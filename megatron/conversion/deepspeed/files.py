@@ -80,14 +80,15 @@ def find_universal(directory: Path) -> Path | None:
 
 
 def universal_faults(directory: Path) -> list[str]:
-    """Files that are missing or truncated. Raises CheckpointError for other damage."""
-    folders, present = _parameter_folders(directory), set(directory.rglob("*.pt"))
-    names = {path.name for path in present}  # what one parameter has, all must have
-    states = [state for state in SGD if STATE_FILES[state] in names]
-    if STATE_FILES["exp_avg"] in names or STATE_FILES["exp_avg_sq"] in names or not states:
-        states = list(ADAM)
-    required = {folder / STATE_FILES[state] for folder in folders for state in states}
-    return archive_faults(sorted(required | {directory / model_state_name(0)} | present), directory)
+    """Files that are missing or truncated. Raises CheckpointError for other damage.
+
+    A state that one parameter has (Adam's moments or the momentum of SGD) all must have.
+    """
+    folders = _parameter_folders(directory)
+    names = [name for name in STATE_FILES.values() if any((folder / name).exists() for folder in folders)]
+    required = {folder / name for folder in folders for name in {*names, STATE_FILES["param"]}}
+    files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
+    return archive_faults(sorted(files), directory)
 
 
 def _parameter_folders(directory: Path) -> list[Path]:
