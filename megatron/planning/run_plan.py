@@ -75,8 +75,8 @@ def plan_run(config: Config, world_size: int, model_provider: ModelProvider) -> 
     """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known."""
     pp_size, vpp_size = config.parallel.pp_size, config.parallel.vpp_size
     num_microbatches = config.batch_schedule(config.parallel.dp_size(world_size)).num_microbatches_at(0)
-    step = world_size // pp_size
-    states = [ParallelState.for_rank(config.parallel, world_size, stage * step) for stage in range(pp_size)]
+    ranks = [config.parallel.rank_at(0, 0, stage, world_size) for stage in range(pp_size)]
+    states = [ParallelState.for_rank(config.parallel, world_size, rank) for rank in ranks]
     built = [(ps, list(empty_chunks(config, ps, model_provider))) for ps in states]
     stages = tuple(_plan_stage(config, ps, chunks, num_microbatches) for ps, chunks in built)
     sizes = stored_sizes([chunk for _, chunks in built for chunk in chunks])

@@ -118,7 +118,7 @@ class _Writer:
             marks["cat_dim"] = dim
         if key in (WORD_EMBEDDINGS, "output_layer.weight"):
             marks["vocab_tensor"] = True
-        if self.config.swiglu and ".linear_fc1." in key and "layer_norm" not in key:
+        if self.config.gated and ".linear_fc1." in key and "layer_norm" not in key:
             marks["param_n_sub_params"] = 2
         return marks
 

@@ -76,10 +76,12 @@ def mathematics(config: TransformerConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings if has_positions(config) else None,
         "rotary_base": float(config.rotary_base) if rope else None,
         "rotary_percent": config.rotary_percent if rope else None,
+        "rotary_interleaved": config.rotary_interleaved if rope else None,
         "rope_scaling": scaling if rope and config.use_rope_scaling else None,
         "normalization": config.normalization,
         "norm_epsilon": config.norm_epsilon,
-        "activation": "swiglu" if config.swiglu else "gelu (tanh)" if config.tanh_gelu else "gelu (erf)",
+        "apply_layernorm_1p": config.apply_layernorm_1p,
+        "activation": config.activation,
         "add_bias_linear": config.add_bias_linear,
         "add_qkv_bias": config.has_qkv_bias,
         "qk_layernorm": config.qk_layernorm,
@@ -115,7 +117,7 @@ def model_tensors(config: TransformerConfig) -> dict[str, Shape]:
 def _layer_tensors(config: TransformerConfig) -> dict[str, Shape]:
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     qkv = (heads + 2 * config.query_groups) * head_dim
-    fc1 = config.ffn_size * (2 if config.swiglu else 1)
+    fc1 = config.ffn_size * (2 if config.gated else 1)
     tensors = _norm("self_attention.linear_qkv.layer_norm_", config, hidden)
     tensors |= _linear("self_attention.linear_qkv.", qkv, hidden, config.has_qkv_bias)
     if config.qk_layernorm:

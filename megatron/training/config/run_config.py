@@ -61,7 +61,7 @@ class Config:
     def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
         """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint to load says so."""
         given = self.tokenizer.vocab_size
-        if given is None or self.tokenizer.tokenizer_type == "NullTokenizer":
+        if given is None or self.tokenizer.kind == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
             raise ValueError(f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer")
