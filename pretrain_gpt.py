@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import Dataset, build_datasets
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch.initialize import environment_world_size, errors_explained_once
-from megatron.training.run import ChunkPlace, Loss
+from megatron.training.reporting.summary import dry_run
+from megatron.training.run import Loss
 from megatron.training.training import pretrain
 
 
@@ -62,6 +63,10 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
 
 
 def main() -> None:
+    if "--dry-run" in sys.argv:
+        with errors_explained_once(status=2):
+            print(dry_run(sys.argv[1:], model_provider))
+        return
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)

@@ -20,6 +20,7 @@ from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.reporting.summary import run_shape
 from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
@@ -64,6 +65,10 @@ def configure(given: Given, world_size: int, vocab_size: int | None = None) -> C
     return config
 
 
+def make_plan(config: Config, world_size: int) -> RunPlan:
+    return plan_run(run_shape(config, world_size, model_provider), world_size)
+
+
 def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[str, RunPlan]]:
     """Plans with one thing changed, those that are possible."""
     sizes = {name: given.get(name, 1) * 2 for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
@@ -73,16 +78,10 @@ def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[s
         if change.items() <= given.items():
             continue
         try:
-            plans.append(
-                (flags, plan_run(configure(given | change, world_size, vocab_size), world_size, model_provider))
-            )
+            plans.append((flags, make_plan(configure(given | change, world_size, vocab_size), world_size)))
         except ValueError:  # not possible with this model or number of ranks
             continue
     return plans
-
-
-def largest(plan: RunPlan) -> int:
-    return max(stage.memory.total for stage in plan.stages)
 
 
 def gb(count: float) -> str:
@@ -100,28 +99,8 @@ def report(config: Config, plan: RunPlan, world_size: int) -> str:
         f"pipeline bubble: {100 * plan.bubble:.1f} % of a step",
         f"checkpoint: {gb(plan.checkpoint_bytes)} GB",
         "",
-        "GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in plan.stages),
+        plan.table(),
     ]
-    memory = [stage.memory for stage in plan.stages]
-    traffic = [stage.traffic for stage in plan.stages]
-    rows: list[tuple[str, list[float]]] = [
-        ("weights", [m.weights for m in memory]),
-        ("gradients (fp32)", [m.gradients for m in memory]),
-        ("optimizer", [m.optimizer for m in memory]),
-        ("tables", [m.tables for m in memory]),
-        ("activations", [m.activations for m in memory]),
-        ("logits and loss", [m.loss for m in memory]),
-        ("temporary", [m.temporary for m in memory]),
-        ("memory, in all", [m.total for m in memory]),
-        ("checkpoint", [stage.checkpoint_bytes for stage in plan.stages]),
-        ("sent per step: TP", [t.tp.wire for t in traffic]),
-        ("sent per step: PP", [t.pp.wire for t in traffic]),
-        ("sent per step: DP", [t.dp.wire for t in traffic]),
-        ("sent: tied embedding", [t.embedding.wire for t in traffic]),
-    ]
-    rows = [(name, values) for name, values in rows if any(values)]
-    lines += [f"  {name:23}" + "".join(f"{gb(value):>9}" for value in values) for name, values in rows]
-    lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in plan.stages))
     return "\n".join(lines)
 
 
@@ -165,13 +144,13 @@ def verdict(needed: int, available: float, reserve: float) -> str:
 def main(argv: Sequence[str]) -> int:
     options, given = parse(argv)
     config = configure(given, options.world_size)
-    plan = plan_run(config, options.world_size, model_provider)
-    needed, limited = largest(plan), options.device_memory_gb is not None
+    plan = make_plan(config, options.world_size)
+    needed, limited = plan.largest, options.device_memory_gb is not None
     available, reserve = (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
     fits = not limited or needed + reserve <= available
     assert config.model.vocab_size is not None
     others = [] if fits else alternatives(given, options.world_size, config.model.vocab_size)
-    better = [(flags, largest(other)) for flags, other in others if largest(other) < needed]
+    better = [(flags, other.largest) for flags, other in others if other.largest < needed]
     if options.json:
         ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
         answer = {"fits": fits, "alternatives": ways} if limited else {}

@@ -43,6 +43,14 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+def size_text(nbytes: float) -> str:
+    """Such as 9.87 MB; in powers of 1000."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def flag(default: Any, *names: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field that is also a command-line flag; the docstring under the field is its help.
 

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.buffer_plan import BucketPlan, ParamSpec, plan_buffer
+from megatron.core.models import ChunkPlace, chunk_places
 from megatron.core.module import MegatronModule, param_info
-from megatron.core.parallel_state import ParallelState
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.config.run_config import Config
-from megatron.training.run import ChunkPlace, ModelProvider
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """What decides the needs of a run."""
+
+    model: TransformerConfig
+    """With its vocabulary."""
+    parallel: ParallelConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    layer_ranges: Sequence[Sequence[range]]
+    """Global layer numbers by [stage][chunk]."""
+    build_chunk: Callable[[ChunkPlace], MegatronModule]
+    seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    group_size: int | None  # micro batches that the interleaved schedule sends through a chunk in a row
+    """In a step of the full global batch."""
+    vocab_divisor: int
+    """--make-vocab-size-divisible-by."""
+    data_mask: bool = False
+    """The attention mask depends on the data (--reset-attention-mask)."""
+    saves_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -33,17 +59,17 @@ class EmptyChunk:
         return self.buckets[-1].stop
 
 
-def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Iterator[EmptyChunk]:
+def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
     """The chunks of one rank on the meta device, with the layout of their buffers."""
     meta = torch.device("meta")
-    shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
-    for index, layers in enumerate(config.layer_ranges()[ps.pp.rank]):
-        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
-        rng = TensorParallelRng(0, ps.tp.rank)
-        module = model_provider(config, ChunkPlace(layers, first, last, ps, rng, meta))
+    shards = ps.dp.size if run.ddp.use_distributed_optimizer else 1
+    for place in chunk_places(run.layer_ranges, ps, TensorParallelRng(0, ps.tp.rank), meta):
+        module = run.build_chunk(place)
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]
-        bucket_size = config.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp.size)
-        yield EmptyChunk(module, len(layers), first, last, plan_buffer(specs, bucket_size, shards))
+        bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp.size)
+        yield EmptyChunk(
+            module, len(place.layers), place.pre_process, place.post_process, plan_buffer(specs, bucket_size, shards)
+        )
 
 
 def stored_sizes(chunks: list[EmptyChunk], whole: bool = True) -> Counter[str]:

@@ -15,10 +15,8 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.planning.activation_memory import ActivationMemory
-from megatron.planning.empty_model import EmptyChunk, empty_chunks, stored_sizes
-from megatron.planning.traffic import TrafficPlan, plan_traffic
-from megatron.training.config.run_config import Config
-from megatron.training.run import ModelProvider
+from megatron.planning.costs import TrafficPlan, plan_traffic
+from megatron.planning.empty_model import EmptyChunk, RunShape, empty_chunks, stored_sizes
 
 
 @dataclass(frozen=True)
@@ -70,59 +68,86 @@ class RunPlan:
     bubble: float
     """Fraction of a step in which a stage waits, if all chunks take equally long: (P - 1) / (m V + P - 1)."""
 
+    @property
+    def largest(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(stage.memory.total for stage in self.stages)
 
-def plan_run(config: Config, world_size: int, model_provider: ModelProvider) -> RunPlan:
-    """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known."""
-    pp_size, vpp_size = config.parallel.pp_size, config.parallel.vpp_size
-    num_microbatches = config.batch_schedule(config.parallel.dp_size(world_size)).num_microbatches_at(0)
-    ranks = [config.parallel.rank_at(0, 0, stage, world_size) for stage in range(pp_size)]
-    states = [ParallelState.for_rank(config.parallel, world_size, rank) for rank in ranks]
-    built = [(ps, list(empty_chunks(config, ps, model_provider))) for ps in states]
-    stages = tuple(_plan_stage(config, ps, chunks, num_microbatches) for ps, chunks in built)
+    def table(self) -> str:
+        """What every stage needs, in GB of 10^9 bytes."""
+        memory, traffic = [stage.memory for stage in self.stages], [stage.traffic for stage in self.stages]
+        rows: list[tuple[str, list[float]]] = [
+            ("weights", [m.weights for m in memory]),
+            ("gradients (fp32)", [m.gradients for m in memory]),
+            ("optimizer", [m.optimizer for m in memory]),
+            ("tables", [m.tables for m in memory]),
+            ("activations", [m.activations for m in memory]),
+            ("logits and loss", [m.loss for m in memory]),
+            ("temporary", [m.temporary for m in memory]),
+            ("total memory", [m.total for m in memory]),
+            ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
+            ("sent per step: TP", [t.tp.wire for t in traffic]),
+            ("sent per step: PP", [t.pp.wire for t in traffic]),
+            ("sent per step: DP", [t.dp.wire for t in traffic]),
+            ("sent: tied embedding", [t.embedding.wire for t in traffic]),
+        ]
+        lines = ["GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)]
+        lines += [f"  {name:23}" + "".join(f"{v / 1e9:>9.2f}" for v in values) for name, values in rows if any(values)]
+        lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages))
+        return "\n".join(lines)
+
+
+def plan_run(run: RunShape, world_size: int) -> RunPlan:
+    """The plan of a run of `world_size` ranks."""
+    pp_size, vpp_size, num_microbatches = run.parallel.pp_size, run.parallel.vpp_size, run.num_microbatches
+    ranks = [run.parallel.rank_at(0, 0, stage, world_size) for stage in range(pp_size)]
+    states = [ParallelState.for_rank(run.parallel, world_size, rank) for rank in ranks]
+    built = [(ps, list(empty_chunks(run, ps))) for ps in states]
+    stages = tuple(_plan_stage(run, ps, chunks) for ps, chunks in built)
     sizes = stored_sizes([chunk for _, chunks in built for chunk in chunks])
     num_parameters = sum(sizes.values())
     return RunPlan(
         stages,
         num_parameters,
-        num_parameters * _stored_bytes_per_parameter(config),
+        num_parameters * _stored_bytes_per_parameter(run),
         num_microbatches,
         (pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
     )
 
 
-def activation_memory(config: Config) -> ActivationMemory:
+def activation_memory(run: RunShape) -> ActivationMemory:
     """That of the micro batches of this run."""
-    tp_size, vocab_size = config.parallel.tp_size, config.model.vocab_size
+    tp_size, vocab_size = run.parallel.tp_size, run.model.vocab_size
     assert vocab_size is not None
     return ActivationMemory(
-        config.model,
-        config.data.seq_length,
-        config.training.micro_batch_size,
+        run.model,
+        run.seq_length,
+        run.micro_batch_size,
         tp_size,
-        config.parallel.sequence_parallel,
-        padded_vocab_size(vocab_size, config.tokenizer.make_vocab_size_divisible_by, tp_size) // tp_size,
-        config.data.reset_attention_mask,
+        run.parallel.sequence_parallel,
+        padded_vocab_size(vocab_size, run.vocab_divisor, tp_size) // tp_size,
+        run.data_mask,
     )
 
 
-def _plan_stage(config: Config, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> StagePlan:
+def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> StagePlan:
     numel = sum(chunk.numel for chunk in chunks)
-    shards = ps.dp.size if config.ddp.use_distributed_optimizer else 1
-    activations = activation_memory(config)
-    peak = _peak(activations, ps, chunks, num_microbatches)
+    shards = ps.dp.size if run.ddp.use_distributed_optimizer else 1
+    activations = activation_memory(run)
+    peak = _peak(activations, run, ps, chunks)
     memory = MemoryPlan(
-        weights=numel * config.model.params_dtype.itemsize,
+        weights=numel * run.model.params_dtype.itemsize,
         gradients=numel * 4,
-        optimizer=numel // shards * _optimizer_bytes(config, main_parameters=config.model.params_dtype.itemsize < 4),
+        optimizer=numel // shards * _optimizer_bytes(run, main_parameters=run.model.params_dtype.itemsize < 4),
         tables=len(chunks) * activations.tables,
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
     )
-    stored = sum(stored_sizes(chunks, whole=False).values()) * _stored_bytes_per_parameter(config)
+    stored = sum(stored_sizes(chunks, whole=False).values()) * _stored_bytes_per_parameter(run)
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
-    traffic = plan_traffic(config, ps, chunks, activations, num_microbatches)
+    traffic = plan_traffic(run, ps, chunks, activations)
     return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
 
 
@@ -139,14 +164,14 @@ class _Moment(NamedTuple):
         return self.activations + self.loss + self.temporary
 
 
-def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int) -> _Moment:
+def _peak(activations: ActivationMemory, run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.num_layers) for chunk in chunks]
     backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()
-    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches):
+    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), run.num_microbatches, group_size=run.group_size):
         if tick.action is None:
             continue
         chunk = tick.action.chunk
@@ -164,12 +189,12 @@ def _peak(activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyCh
     return peak
 
 
-def _optimizer_bytes(config: Config, main_parameters: bool) -> int:
+def _optimizer_bytes(run: RunShape, main_parameters: bool) -> int:
     """Per parameter: fp32 main parameters, unless they are the model's own, and the state of the update rule."""
-    moments = {"adam": 2, "sgd": 1 if config.optimizer.sgd_momentum else 0}[config.optimizer.optimizer]
+    moments = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
     return 4 * (moments + main_parameters)
 
 
-def _stored_bytes_per_parameter(config: Config) -> int:
-    optimizer = 0 if config.checkpoint.no_save_optim else _optimizer_bytes(config, main_parameters=True)
-    return config.model.params_dtype.itemsize + optimizer
+def _stored_bytes_per_parameter(run: RunShape) -> int:
+    optimizer = _optimizer_bytes(run, main_parameters=True) if run.saves_optimizer else 0
+    return run.model.params_dtype.itemsize + optimizer

@@ -21,7 +21,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     """
     for chunk in run.chunks:
         chunk.eval()
-    num_microbatches = run.batches.global_batch_size // run.batches.samples_per_microbatch
+    num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
     totals = torch.zeros(2, device=run.device)
     with run.timers("evaluate"):
         for _ in range(run.config.training.eval_iters):
@@ -41,4 +41,4 @@ def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
     if run.config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
     for writer in writers:
-        writer.scalars(values, iteration)
+        writer.scalars(values, iteration, run.state.consumed_train_samples)

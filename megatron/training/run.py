@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
@@ -38,18 +39,6 @@ ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
 
 The micro batch is empty on chunks that need no data.
 """
-
-
-@dataclass(frozen=True)
-class ChunkPlace:
-    """Where a pipeline chunk stands."""
-
-    layers: range  # global layer numbers
-    pre_process: bool  # holds the embedding
-    post_process: bool  # holds the output layer
-    ps: ParallelState
-    rng: TensorParallelRng
-    device: torch.device
 
 
 class ModelProvider(Protocol):
@@ -94,6 +83,8 @@ class Run:
     flops_per_token: float
     saver: CheckpointSaver
     started: float = field(default_factory=time.monotonic)  # when the program began
+    loaded: str | None = None  # the checkpoint that it goes on from
+    exit_reason: str | None = None  # why it ended before it was complete
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)
@@ -106,6 +97,11 @@ class Run:
             state = self.state  # earlier iterations may have had another batch size
             return state.iteration + self.batches.iterations_for(training.train_samples, state.consumed_train_samples)
         return training.train_iters or 0
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of all replicas per batch of an evaluation."""
+        return self.config.training.eval_global_batch_size or self.batches.global_batch_size
 
     @property
     def learning_rate(self) -> float:

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.checkpoint.directory import iteration_of
 from megatron.training.checkpoint.hf_export import check_hf_target, save_hf
@@ -32,14 +34,12 @@ from megatron.training.forward_backward import forward_backward
 from megatron.training.launch.compile import check_compiler, compile_layers
 from megatron.training.launch.initialize import environment_rank, initialize, lost_ranks_explained, seed_everything
 from megatron.training.reporting import console
-from megatron.training.reporting.flops import model_flops_per_token
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
-from megatron.training.reporting.memory_report import memory, memory_line
-from megatron.training.reporting.params_norm import params_norm
+from megatron.training.reporting.measurements import memory, memory_line, params_norm
 from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.summary import reporting
 from megatron.training.reporting.timers import Timers
-from megatron.training.reporting.writers import make_writers
-from megatron.training.run import ChunkPlace, DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,12 @@ def pretrain(
         run.saver.close()
         return run
     data = build_data(run, tokenizer, datasets_provider)
-    writers = [*writers, *_flag_writers(run)] if ps.rank == 0 else []
-    if not config.training.skip_train:
-        train(run, data, writers)
-    _evaluate_at_the_end(run, data, writers)
-    if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
-        save_hf(run)
-    for writer in writers:
-        writer.close()
+    with reporting(run, model_provider, writers) as writers:
+        if not config.training.skip_train:
+            train(run, data, writers)
+        _evaluate_at_the_end(run, data, writers)
+        if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
+            save_hf(run)
     data.close()
     return run
 
@@ -125,13 +123,11 @@ def build_chunks(
     config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
 ) -> list[DistributedDataParallel]:
     """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
-    stages = config.layer_ranges()
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
-    for index, layers in enumerate(stages[ps.pp.rank]):
-        first, last = ps.pp.is_first and index == 0, ps.pp.is_last and index == ps.vpp_size - 1
-        chunk = model_provider(config, ChunkPlace(layers, first, last, ps, rng, rng.device))
+    for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
+        chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
         if config.distributed.compile:
@@ -184,6 +180,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _report_saves(run, writers)
     gc.enable()
     if leave is not None:
+        run.exit_reason = leave.reason
         logger.info(f"exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
@@ -252,7 +249,11 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
 
 def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
-    console.report(log_line(interval, run.train_iters), event="interval", **as_fields(interval, run.train_iters))
+    fields = as_fields(interval) | {
+        "train_iters": run.train_iters,
+        "eta_seconds": interval.seconds_to_go(run.train_iters),
+    }
+    console.report(log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
         console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
@@ -278,7 +279,7 @@ def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> N
         report(run, name, loss, writers)
         if name == "validation":
             run.validated = (run.state.iteration, loss)
-        run.state.consumed_valid_samples += run.config.training.eval_iters * run.batches.global_batch_size
+        run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
 
 
 def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> None:
@@ -288,7 +289,3 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
         if training.skip_train or not _is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)
-
-
-def _flag_writers(run: Run) -> list[Writer]:
-    return make_writers(run.config.logging, run.config.checkpoint.save, run.config.flags())

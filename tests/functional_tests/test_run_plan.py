@@ -15,6 +15,7 @@ from training_harness import (
 )
 
 from megatron.planning.run_plan import RunPlan, plan_run
+from megatron.training.reporting.summary import run_shape
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
@@ -71,7 +72,7 @@ def measure(rank, world_size, flags):
 def plan(flags: str, world_size: int) -> RunPlan:
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(config.tokenizer.vocab_size + 1)
-    return plan_run(config, world_size, model_provider)
+    return plan_run(run_shape(config, world_size, model_provider), world_size)
 
 
 @of_current_torch

@@ -64,7 +64,7 @@ class Measurements:
         self.skipped += [it.skipped for it in interval.iterations]
         self.learning_rates += [it.learning_rate for it in interval.iterations]
 
-    def scalars(self, values: dict[str, float], iteration: int) -> None:
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         self.points |= {(name, iteration): value for name, value in values.items()}
 
     def close(self) -> None:

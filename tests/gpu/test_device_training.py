@@ -27,6 +27,7 @@ from training_harness import (
 )
 
 from megatron.planning.run_plan import plan_run
+from megatron.training.reporting.summary import run_shape
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--mock-data --distributed-backend gloo "  # two processes share the one device
@@ -98,7 +99,7 @@ def test_memory_is_as_planned(pool, device, precision):
     flags = f"{FLAGS}{LLAMA}--device {device} {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
     config = parse_args((COMMON + flags).split(), 1)
     config.set_vocab_size(61)
-    planned = plan_run(config, 1, model_provider).stages[0].memory.total
+    planned = plan_run(run_shape(config, 1, model_provider), 1).stages[0].memory.total
     assert planned == pytest.approx(pool.run(peak_of_a_run, 1, flags)[0], rel=0.1)
 
 

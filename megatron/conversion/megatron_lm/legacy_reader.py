@@ -12,7 +12,6 @@ import torch
 from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
 from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
 from megatron.conversion.megatron_lm.rng import rng_key
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
 from megatron.conversion.model_space.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
@@ -44,7 +43,6 @@ class LegacySource:
         self.description = f"legacy checkpoint {directory}"
         first = _open(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0])
         self.args = arguments(first, str(directory))
-        refuse_unsupported_layout(self.args, self.description)
         layout = Layout.from_args(self.args)
         folders = {rank: directory / rank_directory(*rank, layout.parallel.pp_size) for rank in layout.ranks}
         files = {rank: _open(folder / MODEL_FILE) for rank, folder in folders.items()}

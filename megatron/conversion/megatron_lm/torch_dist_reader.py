@@ -12,7 +12,6 @@ import torch
 from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
 from megatron.conversion.megatron_lm.extra_states import is_extra_state
 from megatron.conversion.megatron_lm.flat_buffer import fit_buckets
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_layout
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
 from megatron.conversion.model_space.optimizer_state import (
     add_implied_main_parameters,
@@ -123,7 +122,6 @@ class TorchDistSource:
 
     def _add_buckets(self) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
-        refuse_unsupported_layout(self.args, self.description)
         buckets = {_bucket_of(key): key for key in self._reader.metadata.tensors if _BUCKET.fullmatch(key)}
         layout = Layout.from_args(self.args)
         for group, (tp, pp) in enumerate(layout.ranks):

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM for a model or a file layout that we do not have: refused by name, never ignored."""
+"""Arguments of Megatron-LM for a model that we do not have: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -32,26 +32,10 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
 }
 
-# Where ranks hold other parameters than `rank_layout` says. Only files that are cut by rank depend on it.
-_LAYOUT: dict[str, tuple[Any, ...]] = {
-    "pipeline_model_parallel_layout": (None,),
-    "account_for_embedding_in_pipeline_split": (False, None),
-    "account_for_loss_in_pipeline_split": (False, None),
-}
-
 
 def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
     """Raises ValueError that names every argument with which the run was another kind of model."""
-    _refuse(args, _MODEL, f"{where} is of a model that is not supported here: ")
-
-
-def refuse_unsupported_layout(args: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError that names every argument with which the layers were distributed by another rule."""
-    way_out = "(save it with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, which has no layout): "
-    _refuse(args, _LAYOUT, f"{where}: its files are cut by a pipeline layout that is not supported here {way_out}")
-
-
-def _refuse(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], message: str) -> None:
-    wrong = [name for name, values in known.items() if name in args and args[name] not in values]
+    wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
     if wrong:
-        raise ValueError(message + ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong))
+        listed = ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong)
+        raise ValueError(f"{where} is of a model that is not supported here: {listed}")

@@ -1,5 +1,5 @@
 """Models: what stands on one pipeline chunk."""
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt import ChunkPlace, GPTModel, chunk_places
 
-__all__ = ["GPTModel"]
+__all__ = ["ChunkPlace", "GPTModel", "chunk_places"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +11,33 @@ from torch import Tensor
 
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a pipeline chunk stands."""
+
+    layers: range  # global layer numbers
+    pre_process: bool  # holds the embedding
+    post_process: bool  # holds the output layer
+    ps: ParallelState
+    rng: TensorParallelRng
+    device: torch.device
+
+
+def chunk_places(
+    stages: Sequence[Sequence[range]], ps: ParallelState, rng: TensorParallelRng, device: torch.device
+) -> list[ChunkPlace]:
+    """The chunks of one rank; `stages` are the layers of all chunks by [stage][chunk]."""
+    chunks = stages[ps.pp.rank]
+    return [
+        ChunkPlace(layers, ps.pp.is_first and index == 0, ps.pp.is_last and index == len(chunks) - 1, ps, rng, device)
+        for index, layers in enumerate(chunks)
+    ]
 
 
 class GPTModel(MegatronModule):

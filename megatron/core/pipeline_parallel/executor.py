@@ -26,6 +26,7 @@ def run_schedule(
     device: torch.device,
     forward_only: bool = False,
     before_last_backward: Callable[[int], None] | None = None,
+    group_size: int | None = None,
 ) -> None:
     """Forward and backward of all microbatches through this rank's model chunks; gradients accumulate in `.grad`.
 
@@ -34,7 +35,7 @@ def run_schedule(
     under sequence parallelism) and `dtype`; on the last virtual stage the scalar loss as it shall be differentiated:
     divided by the number of microbatches, multiplied by the loss scale (with `forward_only` anything; it is not used).
     `before_last_backward(chunk)` is called before the last backward pass of each chunk, whose gradients are the final
-    ones: the time to let their reduction overlap with it.
+    ones: the time to let their reduction overlap with it. `group_size` is that of `schedule`.
 
     All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not fit, and RuntimeError
     naming the neighbour when one does not answer within the timeout of the process group.
@@ -43,7 +44,7 @@ def run_schedule(
     stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
     inputs: dict[Action, Exchange] = {}
     previous: Exchange | None = None
-    for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only):
+    for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only, group_size):
         result = None
         if tick.action is not None:
             source = inputs.pop(tick.action, None)

@@ -20,6 +20,8 @@ schedule          activations in flight on rank p          bubble / ideal
 interleaved       min((V - 1) P + 2 (P - p) - 1, m V)      (P - 1) / (m V)
 ================  =======================================  ==============
 
+(interleaved in groups of N > P microbatches: N in place of P in the first term)
+
 P = 1 is plain gradient accumulation: forward and backward of each microbatch in turn.
 """
 
@@ -64,15 +66,21 @@ class Tick(NamedTuple):
 
 
 def schedule(
-    pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, forward_only: bool = False
+    pp_rank: int,
+    pp_size: int,
+    vpp_size: int,
+    num_microbatches: int,
+    forward_only: bool = False,
+    group_size: int | None = None,
 ) -> Iterator[Tick]:
-    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above.
+    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above, in groups of `group_size` (`pp_size`).
 
     Clocks at which the rank neither computes nor receives are left out.
     Raises ValueError for sizes that no schedule exists for.
     """
-    _check_sizes(pp_rank, pp_size, vpp_size, num_microbatches)
-    sizes = (pp_size, vpp_size, num_microbatches, forward_only)
+    group_size = group_size or pp_size
+    _check_sizes(pp_rank, pp_size, vpp_size, num_microbatches, group_size)
+    sizes = (pp_size, vpp_size, num_microbatches, forward_only, group_size)
     actions = _timetable(pp_rank, *sizes)
     arrivals: dict[int, Message] = {}
     for peer in {(pp_rank - 1) % pp_size, (pp_rank + 1) % pp_size}:
@@ -102,12 +110,12 @@ def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Messa
 
 
 def _timetable(
-    pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, forward_only: bool
+    pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, forward_only: bool, group_size: int
 ) -> dict[int, Action]:
     """Clock -> action of one rank."""
     count = num_microbatches * vpp_size
-    forward, backward = _clocks(pp_rank, pp_size, vpp_size, count)
-    order = [_nth_forward(i, pp_size, vpp_size) for i in range(count)]
+    forward, backward = _clocks(pp_rank, pp_size, vpp_size, count, group_size)
+    order = [_nth_forward(i, group_size, vpp_size, num_microbatches) for i in range(count)]
     table = {clock: Action("forward", c, m) for clock, (c, m) in zip(forward, order, strict=True)}
     if not forward_only:
         # Backward passes go through the microbatches alike, through the chunks in reverse.
@@ -117,7 +125,7 @@ def _timetable(
     return table
 
 
-def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int) -> tuple[list[int], list[int]]:
+def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int, group_size: int) -> tuple[list[int], list[int]]:
     """Clocks of a rank's `count` forward and `count` backward passes, each in order."""
     if vpp_size == 1:
         # The i-th forward follows its predecessor stage by one clock. A rank fills the pipeline up to the last stage,
@@ -128,19 +136,20 @@ def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int) -> tuple[list
     else:
         # A forward pass at every even clock, a backward pass at every odd one, each 2 clocks after its predecessor
         # virtual stage. The communication of a forward pass thus overlaps with a backward pass, and vice versa.
+        # A chunk's output is needed one group later, so a group must be as long as the pipeline.
         forward = [2 * (pp_rank + i) for i in range(count)]
-        first_gradient = pp_size * vpp_size - 1 + (pp_size - 1 - pp_rank)
+        first_gradient = group_size * (vpp_size - 1) + pp_size - 1 + (pp_size - 1 - pp_rank)
         backward = [2 * (first_gradient + i) + 1 for i in range(count)]
     return forward, backward
 
 
-def _nth_forward(n: int, pp_size: int, vpp_size: int) -> tuple[int, int]:
-    """(chunk, microbatch): groups of `pp_size` microbatches pass chunk 0, then chunk 1, and so on."""
+def _nth_forward(n: int, group_size: int, vpp_size: int, num_microbatches: int) -> tuple[int, int]:
+    """(chunk, microbatch): groups of microbatches pass chunk 0, then chunk 1, and so on; the last may be shorter."""
     if vpp_size == 1:
         return 0, n
-    group, rest = divmod(n, pp_size * vpp_size)
-    chunk, offset = divmod(rest, pp_size)
-    return chunk, group * pp_size + offset
+    group, rest = divmod(n, group_size * vpp_size)
+    chunk, offset = divmod(rest, min(group_size, num_microbatches - group * group_size))
+    return chunk, group * group_size + offset
 
 
 def _steady_clocks(actions: dict[int, Action]) -> range:
@@ -154,7 +163,19 @@ def _steady_clocks(actions: dict[int, Action]) -> range:
     return range(first_pair, last_pair + 1)
 
 
-def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int) -> None:
+def group_problem(pp_size: int, num_microbatches: int, group_size: int) -> str | None:
+    """Why the interleaved schedule cannot run so many microbatches in groups of `group_size`."""
+    if group_size < pp_size:
+        return f"groups of {group_size} microbatches are shorter than the pipeline of {pp_size} stages"
+    if 0 < num_microbatches % group_size < pp_size or num_microbatches < pp_size:
+        return (
+            f"{num_microbatches} microbatches are not groups of {group_size}: the last one, of "
+            f"{num_microbatches % group_size}, would be shorter than the pipeline of {pp_size} stages"
+        )
+    return None
+
+
+def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, group_size: int) -> None:
     if min(pp_size, vpp_size, num_microbatches) < 1:
         raise ValueError(
             f"pipeline size {pp_size}, virtual pipeline size {vpp_size} and number of microbatches {num_microbatches} "
@@ -164,9 +185,10 @@ def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: in
         raise ValueError(f"pipeline rank {pp_rank} is not part of a pipeline of {pp_size} stages")
     if vpp_size > 1 and pp_size == 1:
         raise ValueError(f"the interleaved schedule ({vpp_size} chunks per stage) needs more than one pipeline stage")
-    if vpp_size > 1 and num_microbatches % pp_size != 0:
+    problem = group_problem(pp_size, num_microbatches, group_size)
+    if vpp_size > 1 and problem is not None:
         raise ValueError(
-            f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups of the pipeline size: "
-            f"{num_microbatches} microbatches are not a multiple of {pp_size}; change --global-batch-size or "
-            "--micro-batch-size, or use one chunk per stage"
+            f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups: {problem}; change "
+            "--global-batch-size, --micro-batch-size or --microbatch-group-size-per-virtual-pipeline-stage, or use one "
+            "chunk per stage"
         )

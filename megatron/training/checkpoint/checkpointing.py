@@ -150,6 +150,7 @@ def load_checkpoint(run: Run, source: Source | None = None) -> None:
         if not with_optimizer:
             run.scheduler.step(run.state.consumed_train_samples)
         _restore_generators(run, objects)
+    run.loaded = str(found)
     logger.info(f"loaded {found} at iteration {run.state.iteration} in {time.perf_counter() - start:.2f} s")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.conversion.files import Progress
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.rank_layout import RULES, Layout
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.training.checkpoint.convert_in_place import replace_files
@@ -36,4 +36,5 @@ def _layout_of(config: Config) -> Layout:
         parallel.vpp_size,
         stages.decoder_first_pipeline_num_layers,
         stages.decoder_last_pipeline_num_layers,
+        **{rule: getattr(stages, name) for name, rule in RULES.items() if getattr(stages, name)},
     )

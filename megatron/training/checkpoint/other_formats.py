@@ -91,6 +91,7 @@ def load_foreign(run: Run, source: Source, model: ShardedStateDict) -> None:
         )
         seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     what = "weights and optimizer" if with_optimizer else "weights"
+    run.loaded = source.description
     logger.info(
         f"loaded {what} of {source.description} at iteration {run.state.iteration} in "
         f"{time.perf_counter() - start:.2f} s"

@@ -11,9 +11,10 @@ from typing import Any
 from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, staging_for_waiting, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.training.checkpoint.directory import iteration_directory
+from megatron.training.checkpoint.directory import iteration_directory, iteration_of
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
+from megatron.training.reporting import console
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,14 @@ class CheckpointSaver:
                 report.blocking += self._waited
                 self.expected_seconds = report.total
                 self._committed.append(report)
+                iteration = iteration_of(report.directory)
+                console.report(  # in Megatron-LM's words, which other programs wait for
+                    f"  successfully saved checkpoint from iteration {iteration:7d} to {report.directory.parent}",
+                    event="save",
+                    directory=str(report.directory),
+                    iteration=iteration,
+                    **scalars(report),
+                )
                 logger.info(f"saved {report.directory}: {describe(report)}")
                 for level, text in self._removals:
                     logger.log(level, text)

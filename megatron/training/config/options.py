@@ -23,6 +23,11 @@ class TrainingConfig:
     """Samples per optimizer step, over all replicas. Default: micro batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None)
     """Three numbers START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: str | None = flag(None)
+    """Pairs TOKENS:SIZE (0:384 200B:768): the global batch has SIZE from that number of tokens on; K, M, B, T multiply.
+    In place of --global-batch-size."""
+    eval_global_batch_size: int | None = flag(None)
+    """Samples per batch of an evaluation. Default: --global-batch-size."""
     decrease_batch_size_if_needed: bool = flag(False)
     """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
     train_iters: int | None = flag(None)
@@ -71,6 +76,9 @@ class DistributedConfig:
     """On CUDA, let fp32 matrix products round their inputs to TF32."""
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
+    dry_run: bool = flag(False)
+    """Check the flags, print what the run would be and need, and end: status 0, or 2 if it cannot be. The run has
+    $WORLD_SIZE processes, else those of one replica."""
 
 
 @dataclass
@@ -113,6 +121,15 @@ class PipelineLayoutConfig:
     """Number of layers of the first stage, when it differs from the others."""
     decoder_last_pipeline_num_layers: int | None = flag(None)
     """Number of layers of the last stage, when it differs from the others."""
+    account_for_embedding_in_pipeline_split: bool = flag(False)
+    """Count the embedding as a layer when layers are dealt out: the first chunk has one layer less."""
+    account_for_loss_in_pipeline_split: bool = flag(False)
+    """Count the output layer as a layer when layers are dealt out: the last chunk has one layer less."""
+    pipeline_model_parallel_layout: str | None = flag(None)
+    """What stands on every chunk, in Megatron-LM's notation, such as Et*3|(tt|)*6L: E embedding, t layer, L loss; |
+    ends a chunk, and *n repeats."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None)
+    """Micro batches that the interleaved schedule sends through a chunk in a row. Default: one for every stage."""
 
 
 @dataclass
@@ -123,6 +140,8 @@ class LoggingConfig:
     """Iterations between lines in the log."""
     log_format: str = flag("text", choices=("text", "json"))
     """Print Megatron-LM's lines, or one JSON object per line."""
+    print_args: bool = flag(False)
+    """Print all arguments in Megatron-LM's form; they are in <save>/run.json and in TensorBoard in any case."""
     log_params_norm: bool = flag(False)
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)

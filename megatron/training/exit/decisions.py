@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.exit.signals import ExitSignals
-from megatron.training.reporting.host_copy import HostCopy
+from megatron.training.reporting.measurements import HostCopy
 
 
 class Exit(NamedTuple):

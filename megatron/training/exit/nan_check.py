@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.training.reporting.host_copy import HostCopy
 from megatron.training.reporting.logging import Interval
+from megatron.training.reporting.measurements import HostCopy
 
 
 class NotFiniteError(ValueError):

@@ -101,7 +101,7 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 
 @contextmanager
-def errors_explained_once() -> Iterator[None]:
+def errors_explained_once(status: int = 1) -> Iterator[None]:
     """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
     The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
@@ -111,9 +111,11 @@ def errors_explained_once() -> Iterator[None]:
         yield
     except ValueError as error:
         if environment_rank() == 0:
-            sys.exit(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(status)
         time.sleep(_WAIT_FOR_RANK_0)
-        sys.exit(f"error on rank {environment_rank()}: {error}")
+        print(f"error on rank {environment_rank()}: {error}", file=sys.stderr)
+        sys.exit(status)
 
 
 class LostRankError(RuntimeError):

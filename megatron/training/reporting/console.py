@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from datetime import datetime, timezone
 from typing import Any
+
+from megatron.training.reporting.run_record import finite
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,3 @@ def _as_json(record: logging.LogRecord) -> str:
     fields = vars(record).get("fields") or {"level": record.levelname.lower(), "message": record.getMessage()}
     time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
     return json.dumps(finite({"time": time, **fields}))
-
-
-def finite(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: None in their place."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -114,7 +114,8 @@ class Writer(Protocol):
 
     def interval(self, interval: Interval) -> None: ...
 
-    def scalars(self, values: dict[str, float], iteration: int) -> None: ...
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        """Points at an iteration; also over `samples`, the training samples consumed by then, if given."""
 
     def close(self) -> None: ...
 
@@ -185,12 +186,11 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[flo
     return [numerator / denominator if denominator else math.nan for numerator, denominator in pairs.tolist()]
 
 
-def as_fields(interval: Interval, train_iters: int) -> dict[str, Any]:
+def as_fields(interval: Interval) -> dict[str, Any]:
     """The numbers of a line of the log by name; times in seconds."""
     last = interval.last
     return {
         "iteration": last.iteration,
-        "train_iters": train_iters,
         "iterations": len(interval.iterations),
         "consumed_samples": last.consumed_train_samples,
         "batch_size": last.batch_size,
@@ -205,7 +205,6 @@ def as_fields(interval: Interval, train_iters: int) -> dict[str, Any]:
         "seconds": interval.seconds,
         "tokens_per_second": interval.tokens_per_second,
         "tflops_per_gpu": interval.tflops_per_device,
-        "eta_seconds": interval.seconds_to_go(train_iters),
     }
 
 

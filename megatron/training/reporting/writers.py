@@ -1,4 +1,4 @@
-"""Where measurements go besides the log: TensorBoard and Weights & Biases."""
+"""Where measurements go besides the log: the record of the run, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import Interval, Writer, points
+from megatron.training.reporting.logging import Interval, Writer, as_fields, points
+from megatron.training.reporting.run_record import RunRecord
 
 
 def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
@@ -22,7 +23,7 @@ def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) 
 
 
 class TensorBoardWriter:
-    """Scalars under Megatron-LM's names, over iterations."""
+    """Scalars under Megatron-LM's names, over iterations and (`... vs samples`) over consumed samples."""
 
     def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
         self._every = config.tensorboard_log_interval
@@ -33,13 +34,17 @@ class TensorBoardWriter:
     def interval(self, interval: Interval) -> None:
         for iteration in interval.iterations:
             if iteration.iteration % self._every == 0:
-                self.scalars(points(iteration), iteration.iteration)
-        self.scalars(rates(interval), interval.last.iteration)
+                self.scalars(points(iteration), iteration.iteration, iteration.consumed_train_samples)
+        last = interval.last
+        self.scalars({"world-size": interval.world_size}, last.iteration, last.consumed_train_samples)
+        self.scalars(rates(interval), last.iteration)
         self._writer.flush()
 
-    def scalars(self, values: dict[str, float], iteration: int) -> None:
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
 
     def close(self) -> None:
         self._writer.close()
@@ -70,11 +75,27 @@ class WandbWriter:
             if last or iteration.iteration % self._every == 0:
                 self.scalars(points(iteration) | (rates(interval) if last else {}), iteration.iteration)
 
-    def scalars(self, values: dict[str, float], iteration: int) -> None:
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         self._run.log(values, step=iteration)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class RecordWriter:
+    """The record of this start under `<save>/runs`."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+
+    def interval(self, interval: Interval) -> None:
+        self._record.write("interval", **as_fields(interval))
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._record.write("point", iteration=iteration, values=values)
+
+    def close(self) -> None:
+        self._record.close()
 
 
 def rates(interval: Interval) -> dict[str, float]:

@@ -81,9 +81,7 @@ CASES = {
         {**OURS_LLAMA, "swiglu": False, "quick_geglu": True},
     ),
     "glm_interleaved": (
-        transformers.GlmConfig(
-            **LLAMA, **rope(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5), pad_token_id=0
-        ),
+        transformers.GlmConfig(**LLAMA, **HALF_ROTATED, attention_bias=False, pad_token_id=0),
         {**OURS_LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True},
     ),
     "nemotron": (

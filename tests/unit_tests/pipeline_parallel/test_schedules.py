@@ -190,3 +190,36 @@ def test_the_simulator_sees_messages_in_wrong_order():
 def test_impossible_sizes_are_explained(arguments, message):
     with pytest.raises(ValueError, match=message):
         next(schedule(*arguments))
+
+
+GROUPS = [(2, 2, 3, 6), (2, 2, 5, 12), (3, 2, 4, 11), (4, 3, 5, 14), (2, 4, 8, 8), (4, 2, 6, 4)]
+
+
+@pytest.mark.parametrize("mode", ["rendezvous", "overlap", "buffered"])
+@pytest.mark.parametrize("pp,vpp,group,m", GROUPS)
+def test_longer_groups_of_microbatches(pp, vpp, group, m, mode):
+    """Megatron-LM's order: groups pass chunk by chunk, the last may be shorter; no deadlock, and the same bubble."""
+    ticks = [list(schedule(rank, pp, vpp, m, group_size=group)) for rank in range(pp)]
+    traces = simulate(ticks, mode, forward=1.0, backward=2.0)
+    assert max(trace.end for trace in traces) == (m * vpp + pp - 1) * 3.0
+    visits = [
+        (chunk, microbatch)
+        for start in range(0, m, group)
+        for chunk in range(vpp)
+        for microbatch in range(start, min(start + group, m))
+    ]
+    for rank in range(pp):
+        actions = actions_of(ticks[rank])
+        assert [(a.chunk, a.microbatch) for a in actions if a.kind == "forward"] == visits
+        assert [(vpp - 1 - a.chunk, a.microbatch) for a in actions if a.kind == "backward"] == visits
+        first_backward = next(i for i, action in enumerate(actions) if action.kind == "backward")
+        assert first_backward == min(2 * (pp - rank - 1) + (vpp - 1) * group + 1, m * vpp)
+
+
+@pytest.mark.parametrize(
+    ("group", "m", "message"),
+    [(2, 8, "shorter than the pipeline of 4"), (5, 8, "the last one, of 3,"), (4, 3, "3 microbatches")],
+)
+def test_groups_that_no_schedule_exists_for(group, m, message):
+    with pytest.raises(ValueError, match=message):
+        list(schedule(0, 4, 2, m, group_size=group))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.planning.costs import Traffic
 from megatron.planning.run_plan import activation_memory, plan_run
-from megatron.planning.traffic import Traffic
 from megatron.training.config.run_config import parse_args
+from megatron.training.reporting.summary import run_shape
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from pretrain_gpt import model_provider  # noqa: E402
@@ -24,18 +25,19 @@ PP4 = "--pipeline-model-parallel-size 4 "
 def planned(flags, world_size):
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(128)
-    return config, plan_run(config, world_size, model_provider)
+    shape = run_shape(config, world_size, model_provider)
+    return shape, plan_run(shape, world_size)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
 def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
     """Narayanan et al. 2021: stage r of P has at most P - r micro batches in flight, or all there are."""
-    config, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
-    layer = activation_memory(config).layer
+    shape, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
+    layer = activation_memory(shape).layer
     for rank, stage in enumerate(plan.stages):
         assert stage.passes_in_flight == min(4 - rank, microbatches)
         assert stage.memory.activations == stage.passes_in_flight * 2 * layer
-        assert stage.memory.loss == (activation_memory(config).head if rank == 3 else 0)
+        assert stage.memory.loss == (activation_memory(shape).head if rank == 3 else 0)
     assert plan.bubble == pytest.approx(3 / (microbatches + 3))
 
 
@@ -77,7 +79,7 @@ def test_traffic_of_data_parallelism():
 def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
     """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered again in backward."""
     flags = "--tensor-model-parallel-size 2 --global-batch-size 2 "
-    config, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
-    tp, whole = plan.stages[0].traffic.tp, activation_memory(config).whole
+    shape, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
+    tp, whole = plan.stages[0].traffic.tp, activation_memory(shape).whole
     again = (2 * 8 + 1) * sequence_parallel
     assert tp.wire == pytest.approx(2 * whole * (2 * (4 * 8 + 2) + again) / 2)

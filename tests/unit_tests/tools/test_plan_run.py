@@ -62,7 +62,7 @@ def test_json_says_what_the_table_says(capsys):
     assert tool.main([*arguments, "--json"]) == status
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] == (status == 0)
-    for name, key in {"weights": "weights", "logits and loss": "loss", "memory, in all": "total"}.items():
+    for name, key in {"weights": "weights", "logits and loss": "loss", "total memory": "total"}.items():
         assert rows[name] == [f"{stage['memory'][key] / 1e9:.2f}" for stage in answer["stages"]]
     for stage in answer["stages"]:
         memory = stage["memory"]

@@ -1,13 +1,19 @@
-"""Memory in use: of the CUDA allocator, or of the process."""
+"""What is measured besides the loss: memory in use, the norm of the parameters; and how numbers reach the host."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.module import param_info
+from megatron.core.parallel_state import ParallelState
 
 _STATM = Path("/proc/self/statm")  # Linux
 
@@ -41,3 +47,41 @@ def memory_line(iteration: int, device: torch.device) -> str:
         amount = f"{value / 1e9:.3f} GB" if name.endswith("-bytes") else f"{value:.0f}"
         parts.append(f"{what} {amount} (rank {largest})")
     return f"memory after iteration {iteration}, the most over ranks: {', '.join(parts)}"
+
+
+@torch.no_grad()
+def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) -> torch.Tensor:
+    """Euclidean norm over the whole model, each parameter counted once; a scalar on the device. Collective."""
+    total = torch.zeros((), dtype=torch.float64, device=chunks[0].flat_buffers[0].param_data.device)
+    for chunk in chunks:
+        chunk.finish_param_sync()
+        for param in chunk.parameters():
+            info = param_info(param)
+            if info.counted and (info.tp_split or ps.tp.is_first):
+                total += torch.linalg.vector_norm(param.float()).double().square()
+    if ps.model.size > 1:
+        dist.all_reduce(total, group=ps.model.group)
+    return total.sqrt()
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A small number on its way from the device to the host, read later without waiting for newer work."""
+
+    _host: torch.Tensor
+    _copied: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, tensor: torch.Tensor) -> HostCopy:
+        if tensor.device.type != "cuda":
+            return cls(tensor, None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def wait(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host

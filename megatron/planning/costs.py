@@ -1,0 +1,123 @@
+"""What one training step costs: floating-point operations, and bytes that one rank exchanges by axis.
+
+Bytes are counted from what the layers send.
+Per micro batch and layer, two sums over TP forward and two backward (Shoeybi et al. 2019); under sequence parallelism
+each becomes a gather and a scatter, and the inputs of the column-parallel layers are gathered once more in backward
+(Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces fp32 gradients and gathers parameters.
+Left out are scalars, the loss's two numbers per token, and gradients of norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel.schedules import schedule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.planning.activation_memory import ActivationMemory
+from megatron.planning.empty_model import EmptyChunk, RunShape
+
+
+def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
+    """Operations of forward and backward per token: 2 per multiply-add, backward twice the forward.
+
+    Counts the matrix products that the mathematics needs: projections, MLP, attention over the keys that the causal
+    mask (and the window) leaves, logits. Neither recomputed activations nor element-wise work count
+    (Chowdhery et al. 2022, "PaLM", appendix B; the convention of Megatron-LM's TFLOP/s).
+    """
+    attention_width = config.num_attention_heads * config.head_dim
+    qkv = config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
+    scores_and_values = 2 * attention_width * attended_keys(config, seq_length)
+    projection = attention_width * config.hidden_size
+    mlp = (3 if config.gated else 2) * config.hidden_size * config.ffn_size
+    layer = qkv + scores_and_values + projection + mlp
+    logits = config.hidden_size * vocab_size
+    return 6 * (config.num_layers * layer + logits)
+
+
+def attended_keys(config: TransformerConfig, seq_length: int) -> float:
+    """Keys that a token sees on average: half the sequence, or less with a sliding window."""
+    left = seq_length if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
+    left = min(left, seq_length)
+    return left - left * left / (2 * seq_length)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of the whole tensors that a rank hands to the operations of one axis of `size` ranks."""
+
+    size: int
+    all_reduce: int = 0
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    send: int = 0
+
+    @property
+    def wire(self) -> float:
+        """Bytes that leave the rank, with ring algorithms: (n - 1) / n of a gather or scatter, twice that of a sum."""
+        return (self.size - 1) / self.size * (2 * self.all_reduce + self.all_gather + self.reduce_scatter) + self.send
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """One rank's traffic in a step."""
+
+    tp: Traffic
+    pp: Traffic
+    dp: Traffic
+    embedding: Traffic
+    """The tied word embedding's gradient, between the first and the last stage."""
+
+
+def plan_traffic(
+    run: RunShape, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory
+) -> TrafficPlan:
+    """Of a step on the rank of `ps`, whose model is `chunks`."""
+    microbatches = run.num_microbatches
+    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches, group_size=run.group_size)
+    sends = sum(tick.send is not None for tick in ticks)
+    return TrafficPlan(
+        tp=_tensor_parallel(run, chunks, activations, microbatches),
+        pp=Traffic(ps.pp.size, send=sends * activations.residual),
+        dp=_data_parallel(run, chunks, ps.dp.size),
+        embedding=_tied_embedding(run, chunks, ps.dp.size),
+    )
+
+
+def _tensor_parallel(
+    run: RunShape, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+) -> Traffic:
+    size = run.parallel.tp_size
+    if size == 1:
+        return Traffic(1)
+    layers = sum(chunk.num_layers for chunk in chunks)
+    again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
+    ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
+    loss = sum(chunk.post_process for chunk in chunks)
+    whole = activations.whole * microbatches
+    sums = 4 * layers + 2 * again + ends
+    if not run.parallel.sequence_parallel:
+        return Traffic(size, all_reduce=sums * whole)
+    gathers = sums + 2 * layers + loss
+    return Traffic(size, all_gather=gathers * whole, reduce_scatter=sums * whole)
+
+
+def _data_parallel(run: RunShape, chunks: list[EmptyChunk], size: int) -> Traffic:
+    if size == 1:
+        return Traffic(1)
+    numel = sum(chunk.numel for chunk in chunks)
+    if not run.ddp.use_distributed_optimizer:
+        return Traffic(size, all_reduce=4 * numel)
+    return Traffic(size, all_gather=run.model.params_dtype.itemsize * numel, reduce_scatter=4 * numel)
+
+
+def _tied_embedding(run: RunShape, chunks: list[EmptyChunk], dp_size: int) -> Traffic:
+    tied = [
+        bucket.numel
+        for chunk in chunks
+        for bucket in chunk.buckets
+        if any(span.spec.info.shared_embedding for span in bucket.spans)
+    ]
+    if not tied:
+        return Traffic(1)
+    return Traffic(2, all_reduce=4 * sum(tied) // (dp_size if run.ddp.use_distributed_optimizer else 1))

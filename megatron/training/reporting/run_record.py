@@ -1,0 +1,122 @@
+"""The record of a run: its starts, intervals, evaluations, saves and ends, for `tools/report.py` and for programs.
+
+    <save>/run.json                      the newest start: command, arguments, summary, versions
+    <save>/runs/20260131T101500-4711.jsonl    one file for each start, one JSON object per line
+
+Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run goes on. `interval`
+has the numbers of a line of the log, `point` those of an evaluation or a committed save, `end` the reason. A line is
+flushed as it is written: a process that dies loses nothing but a line that it was writing, and leaves no `end`.
+Reading needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE, RECORDS = "run.json", "runs"
+Row = dict[str, Any]
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which has no NaN and no infinity: None in their place."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunRecord:
+    """Appends the lines of one start. An error of the file system ends the record with a warning, never the run."""
+
+    def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(clock()))}-{os.getpid()}.jsonl"
+        self._path = Path(save) / RECORDS / name
+        self._file: IO[str] | None = None
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = json.dumps(finite({"kind": kind, "time": round(self._clock(), 3), **fields}), default=str)
+        try:
+            if kind == "start":
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+            if self._file is not None:
+                self._file.write(line + "\n")
+                self._file.flush()
+        except OSError as error:
+            logger.warning(f"the record of this run ends: {self._path}: {error}")
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass
+class Start:
+    """One start of a run, as it was recorded."""
+
+    start: Row
+    intervals: list[Row] = field(default_factory=list)
+    points: list[Row] = field(default_factory=list)
+    end: Row | None = None
+
+    @property
+    def first(self) -> int:
+        """The last iteration that was done before."""
+        return int(self.start["iteration"])
+
+    @property
+    def last(self) -> int:
+        """The last iteration that is known of."""
+        return max([self.first, *(row["iteration"] for row in self.intervals)])
+
+    @property
+    def began(self) -> float:
+        return float(self.start["began"])
+
+    @property
+    def ended(self) -> float:
+        """When it was last heard of."""
+        return max(
+            row["time"] for row in [self.start, *self.intervals, *self.points, *([self.end] if self.end else [])]
+        )
+
+
+def read_record(save: str | Path) -> list[Start]:
+    """All starts under `save` in order of time; torn and unknown lines are passed over."""
+    starts = []
+    for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
+        rows = [row for row in map(_parse, path.read_text(encoding="utf-8").splitlines()) if row is not None]
+        if not rows or rows[0]["kind"] != "start":
+            continue
+        start = Start(rows[0])
+        for row in rows[1:]:
+            if row["kind"] == "interval":
+                start.intervals.append(row)
+            elif row["kind"] == "point":
+                start.points.append(row)
+            elif row["kind"] == "end":
+                start.end = row
+        starts.append(start)
+    return sorted(starts, key=lambda start: start.began)
+
+
+def _parse(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "kind" in row and "time" in row else None

@@ -1,0 +1,249 @@
+"""What a run is: told before its first iteration, and recorded from its first line to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import __version__
+from megatron.core.durable_files import write_json
+from megatron.core.utils import size_text
+from megatron.planning.empty_model import RunShape
+from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.config.run_config import Config, parse_args, replica_size
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.launch.initialize import environment_world_size
+from megatron.training.reporting import console
+from megatron.training.reporting.logging import Writer
+from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
+from megatron.training.reporting.writers import RecordWriter, make_writers
+from megatron.training.run import ModelProvider, Run
+
+logger = logging.getLogger(__name__)
+
+JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
+
+
+def run_shape(config: Config, world_size: int, model_provider: ModelProvider) -> RunShape:
+    """What planning needs to know of a run; `config.model.vocab_size` must be known."""
+    batches = config.batch_schedule(config.parallel.dp_size(world_size))
+    return RunShape(
+        model=config.model,
+        parallel=config.parallel,
+        ddp=config.ddp,
+        optimizer=config.optimizer,
+        layer_ranges=config.layer_ranges(),
+        build_chunk=partial(model_provider, config),
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+        num_microbatches=batches.global_batch_size // batches.samples_per_microbatch,
+        group_size=config.pipeline_layout.microbatch_group_size_per_virtual_pipeline_stage,
+        vocab_divisor=config.tokenizer.make_vocab_size_divisible_by,
+        data_mask=config.data.reset_attention_mask,
+        saves_optimizer=not config.checkpoint.no_save_optim,
+    )
+
+
+def summarize(
+    config: Config, world_size: int, model_provider: ModelProvider, device: torch.device, start: str = ""
+) -> dict[str, str]:
+    """What a run of `world_size` processes is, by topic; needs no process group. `start`: where it goes on."""
+    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
+    model, training, parallel = config.model, config.training, config.parallel
+    topics = {
+        "model": _model(config),
+        "parameters": f"{amount(plan.num_parameters)}, all of them active for every token",
+        "layout": f"{layout_name(config, world_size)} on {world_size} ranks",
+        **{f"stage {stage.ps.pp.rank}": _stage(config, world_size, stage) for stage in plan.stages},
+        "device": f"{_device(device)} on every rank",
+        "precision": _precision(config),
+        "batch": f"{training.global_batch_size} samples of {config.data.seq_length} tokens, "
+        f"{plan.num_microbatches} micro batches of {training.micro_batch_size} on each of "
+        f"{parallel.dp_size(world_size)} replicas",
+        "length": _length(config),
+        "start": start,
+        "memory": memory_of(plan),
+        "checkpoint": size_text(plan.checkpoint_bytes)
+        + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
+    if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
+        topics.pop("stage 0")
+    return {topic: text for topic, text in topics.items() if text}
+
+
+def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
+    """What a run with these flags would be and need on every stage; nothing is started.
+
+    It has $WORLD_SIZE processes, else as many as one replica of the model takes. Raises ValueError as a run would.
+    """
+    world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
+    config = parse_args(argv, world_size)
+    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
+    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
+    topics = summarize(config, world_size, model_provider, torch.device("cpu"))
+    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
+    notes = [f"note: {note}" for note in config.notes]
+    return "\n".join([*notes, as_lines({**topics, "device": "nothing was started"}), "", plan.table()])
+
+
+@contextmanager
+def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[list[Writer]]:
+    """Where the run reports to while the block runs: on rank 0 `writers` and those of the flags, elsewhere nothing.
+
+    Tells what the run is before, and records how it ended after.
+    """
+    if run.ps.rank > 0:
+        yield []
+        return
+    config, flags = run.config, run.config.flags()
+    start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
+    topics = summarize(config, run.ps.world_size, model_provider, run.device, start)
+    console.report(as_lines(topics), event="start", **topics)
+    if config.logging.print_args:
+        console.report(
+            arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()}
+        )
+    everything = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
+    record = RunRecord(config.checkpoint.save) if config.checkpoint.save is not None else None
+    if record is not None:
+        everything.append(RecordWriter(record))
+        _record_start(run, record, topics)
+    ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
+    try:
+        yield everything
+        ended = {"reason": run.exit_reason or "complete", "failed": False}
+    except BaseException as error:
+        ended["reason"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if record is not None:
+            record.write("end", iteration=run.state.iteration, **ended)
+        for writer in everything:
+            writer.close()
+
+
+def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
+    config, now = run.config, time.time()
+    assert config.checkpoint.save is not None
+    start = {
+        "command": sys.argv,
+        "began": round(now - (time.monotonic() - run.started), 3),  # of the program
+        "iteration": run.state.iteration,
+        "consumed_samples": run.state.consumed_train_samples,
+        "loaded": run.loaded,
+        "train_iters": run.train_iters,
+        "world_size": run.ps.world_size,
+        "layout": layout_name(config, run.ps.world_size),
+        "summary": topics,
+    }
+    record.write("start", **start)
+    arguments = {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in config.flags().items()}
+    try:
+        write_json(Path(config.checkpoint.save) / RUN_FILE, finite({**start, "arguments": arguments}))
+    except OSError as error:
+        logger.warning(f"{RUN_FILE} could not be written: {error}")
+
+
+def as_lines(topics: dict[str, str]) -> str:
+    """The summary as it is printed."""
+    return "\n".join(f"   {topic:11} {text}" for topic, text in topics.items())
+
+
+def arguments(flags: dict[str, Any]) -> str:
+    """All arguments, as Megatron-LM prints them (--print-args)."""
+    rows = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in flags.items()]
+    title, end = " arguments ", " end of arguments "
+    return "\n".join([f"{title:-^59}", *sorted(rows, key=str.lower), f"{end:-^59}"])
+
+
+def layout_name(config: Config, world_size: int) -> str:
+    """Such as TP 2 x PP 4 (2 chunks) x DP 8."""
+    parallel = config.parallel
+    chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
+    options = [", sequence parallel"] * parallel.sequence_parallel
+    options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
+    sizes = f"TP {parallel.tp_size} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
+    return sizes + "".join(options)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how a run behaves."""
+    return {"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def amount(count: float) -> str:
+    """Such as 9.87M or 70.6B."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def memory_of(plan: RunPlan) -> str:
+    """The fullest rank's share."""
+    memory = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
+    }
+    shares = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    return f"{size_text(memory.total)} planned on the fullest rank ({shares})"
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    heads = f"{model.num_attention_heads} heads"
+    if model.query_groups != model.num_attention_heads:
+        heads += f" in {model.query_groups} groups"
+    return (
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), {heads}, "
+        f"{model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
+    )
+
+
+def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
+    rank, size = stage.ps.pp.rank, world_size // config.parallel.pp_size
+    first, last = (config.parallel.rank_at(0, dp, rank, world_size) for dp in (0, stage.ps.dp.size - 1))
+    chunks = [f"{c.start}" if len(c) == 1 else f"{c.start}-{c.stop - 1}" for c in config.layer_ranges()[rank] if c]
+    ends = [", embedding"] * stage.ps.pp.is_first + [", output layer"] * stage.ps.pp.is_last
+    ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last + config.parallel.tp_size - 1}"
+    if config.parallel.use_tp_pp_dp_mapping and stage.ps.dp.size > 1:
+        ranks = f"{size} of {ranks}"
+    return (
+        f"{ranks}: layers {', '.join(chunks) or 'none'}{''.join(ends)}; {amount(stage.num_parameters)} parameters, "
+        f"{size_text(stage.memory.total)} on each"
+    )
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)} with {size_text(memory)}"
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _precision(config: Config) -> str:
+    name = str(config.model.params_dtype).removeprefix("torch.")
+    return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
+
+
+def _length(config: Config) -> str:
+    training, seq = config.training, config.data.seq_length
+    if training.train_samples is not None:
+        return f"{training.train_samples} samples = {amount(training.train_samples * seq)} tokens"
+    assert training.train_iters is not None and training.global_batch_size is not None
+    tokens = training.train_iters * training.global_batch_size * seq
+    return f"{training.train_iters} iterations = {amount(tokens)} tokens"

@@ -1,0 +1,85 @@
+"""What two starts of one run print, record and draw."""
+
+import contextlib
+import io
+import json
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_harness import train
+
+from megatron.training.reporting.run_record import RUN_FILE, read_record
+
+FLAGS = (
+    "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} --save-interval 2 "
+    "--log-interval 2 --position-embedding-type rope --log-validation-ppl-to-tensorboard "
+)
+
+
+def printed(rank, world_size, flags):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        train(rank, world_size, flags)
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def starts(pool, tmp_path_factory):
+    """The directory of a run of two starts, DP 2 and then TP 2, and what each rank of each start printed."""
+    directory = tmp_path_factory.mktemp("run")
+    flags = FLAGS.format(directory)
+    first = pool.run(printed, 2, flags + f"--exit-interval 4 --print-args --tensorboard-dir {directory}/tensorboard")
+    second = pool.run(printed, 2, flags + "--tensor-model-parallel-size 2 --log-format json")
+    return directory, first, second
+
+
+def test_text(starts):
+    directory, (rank_0, rank_1), _ = starts
+    assert rank_1 == ""
+    lines = rank_0.splitlines()
+    assert lines.count(f" > {directory} holds no checkpoint yet: starting from scratch") == 1
+    assert any(line.startswith("   layout      TP 1 x PP 1 x DP 2 on 2 ranks") for line in lines)
+    assert "  train_iters ..................................... 6" in lines
+    assert f"  successfully saved checkpoint from iteration       2 to {directory}" in lines
+    assert lines.index("-------------------- end of arguments ---------------------") < next(
+        index for index, line in enumerate(lines) if "] iteration        1/" in line
+    )
+    assert lines[-1] == " > exiting after iteration 4: iteration 4 is a multiple of --exit-interval 4"
+
+
+def test_json(starts):
+    directory, _, (rank_0, _) = starts
+    lines = [json.loads(line) for line in rank_0.splitlines()]
+    intervals = [line for line in lines if line.get("event") == "interval"]
+    assert [line["iteration"] for line in intervals] == [5, 6]
+    assert intervals[0].keys() >= {"lm_loss", "grad_norm", "tokens_per_second", "eta_seconds", "consumed_samples"}
+    (start,) = (line for line in lines if line.get("event") == "start")
+    assert start["layout"].startswith("TP 2 x PP 1 x DP 1") and "iter_0000004" in start["start"]
+    assert [line["iteration"] for line in lines if line.get("event") == "save"] == [6]
+    assert {line["split"] for line in lines if line.get("event") == "evaluation"} == {"validation", "test"}
+
+
+def test_record(starts):
+    directory, _, _ = starts
+    one, two = read_record(directory)
+    assert (one.first, one.last, two.first, two.last) == (0, 4, 4, 6)
+    assert one.end["reason"].startswith("iteration 4 is a multiple") and not one.end["failed"]
+    assert two.end["reason"] == "complete" and two.start["loaded"].endswith("iter_0000004")
+    assert [row["iteration"] for row in one.intervals] == [1, 2, 4]
+    saves = [row["iteration"] for start in (one, two) for row in start.points if "save-total-time" in row["values"]]
+    assert saves == [2, 4, 6]
+    assert one.began <= one.start["time"] <= one.ended <= two.began
+    run = json.loads((directory / RUN_FILE).read_text())
+    assert run["arguments"]["tensor_model_parallel_size"] == 2 and run["layout"] == two.start["layout"]
+
+
+def test_tensorboard_curves_over_samples(starts):
+    directory, _, _ = starts
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    over_iterations, over_samples = events.Scalars("lm loss"), events.Scalars("lm loss vs samples")
+    assert [event.step for event in over_samples] == [8 * event.step for event in over_iterations] == [8, 16, 24, 32]
+    assert [event.value for event in over_samples] == [event.value for event in over_iterations]
+    names = set(events.Tags()["scalars"])
+    assert {"world-size", "world-size vs samples", "grad-norm vs samples", "lm loss validation vs samples"} <= names
+    assert {"lm loss validation ppl vs samples", "learning-rate vs samples", "batch-size vs samples"} <= names
+    assert events.Scalars("world-size")[0].value == 2
+    assert any(tag.startswith("train_iters") for tag in events.Tags()["tensors"])  # the text tab
