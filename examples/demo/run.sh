@@ -51,7 +51,8 @@ if [ "$reached" -lt "$TOTAL_ITERS" ]; then
 fi
 
 step "6/6  Hugging Face: convert, load with transformers, generate"
-[ -s "$DEMO/hf/config.json" ] || "$PY" tools/checkpoint/convert.py --saver hf --load-dir "$DEMO/checkpoints" --save-dir "$DEMO/hf"
+[ -s "$DEMO/hf/config.json" ] || "$PY" tools/checkpoint/convert.py --saver hf --load-dir "$DEMO/checkpoints" --save-dir "$DEMO/hf" \
+  --tokenizer "$DEMO/tokenizer.model"
 "$PY" examples/demo/generate.py "$DEMO/hf" "$DEMO/tokenizer.model"
 
 step "done: checkpoints in $DEMO/checkpoints, model for transformers in $DEMO/hf, curves with 'tensorboard --logdir $DEMO/tensorboard'"

@@ -9,5 +9,6 @@ MODEL=${MODEL:?set MODEL to the directory to write}
 PY=${PYTHON:-python}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-[ -s "$MODEL/config.json" ] || "$PY" "$ROOT/tools/checkpoint/convert.py" --saver hf --load-dir "$CHECKPOINTS" --save-dir "$MODEL"
+[ -s "$MODEL/config.json" ] || "$PY" "$ROOT/tools/checkpoint/convert.py" --saver hf --load-dir "$CHECKPOINTS" --save-dir "$MODEL" \
+  ${TOKENIZER:+--tokenizer "$TOKENIZER"}
 exec "$PY" "$ROOT/examples/serve/serve.py" "$MODEL" --tokenizer "${TOKENIZER:-$MODEL}" "$@"

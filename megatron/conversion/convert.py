@@ -20,6 +20,7 @@ from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import fsync_tree, put_in_place
 
 _VERIFY_BYTES = 64 << 20
@@ -41,6 +42,8 @@ class Options:
     workers: int = 1
     universal_style: str | None = None
     qkv_blocks: bool = False
+    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
+    note: Callable[[str], None] = lambda text: None  # told what else is worth a line
 
 
 Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what could not be carried
@@ -61,8 +64,10 @@ def _write_huggingface(source: Source, root: Path, options: Options, progress: P
         options.max_shard_size,
         options.vocab_size,
         options.tokenizer,
+        options.trusted,
         options.optim_sidecar and source.training is not None,
         options.workers,
+        options.note,
     )
     return write_huggingface(source, root, chosen, progress)
 
@@ -112,6 +117,7 @@ def convert(
     unreadable source, and for a target that cannot hold the model; nothing is left behind then.
     """
     options = options or Options()
+    options = dataclasses.replace(options, trusted=(*options.trusted, load_dir))
     source = open_checkpoint(load_dir, loader, step, hints)
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
@@ -215,6 +221,7 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
     training = source.training
     begun = training is not None and (training.iteration > 0 or training.param_groups is not None)
     iteration: int | str = training.iteration if training is not None and begun else "release"
-    not_carried = write(root / (iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"))
+    name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
+    not_carried = write(root / file_name(name, "the iteration"))
     write_tracker(root, iteration)
     return not_carried

@@ -110,14 +110,6 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
-    """Raises ValueError, naming the file, for a file that is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): it is damaged or another kind of file") from error
-
-
 def put_in_place(pending: Path, directory: Path) -> None:
     """Rename the finished directory `pending` to `directory`, durably; what was there is removed afterwards.
 

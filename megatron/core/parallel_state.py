@@ -29,6 +29,8 @@ class ParallelConfig:
         None, "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
     )
     """Number of model chunks per pipeline stage (interleaved schedule)."""
+    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
+    """Micro batches that pass one model chunk of a stage before the next chunk. Default: the number of stages."""
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)

@@ -3,7 +3,7 @@
 Bytes are counted from what the layers send.
 Per micro batch and layer, two sums over TP forward and two backward (Shoeybi et al. 2019); under sequence parallelism
 each becomes a gather and a scatter, and the inputs of the column-parallel layers are gathered once more in backward
-(Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces fp32 gradients and gathers parameters.
+(Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces gradients and gathers parameters.
 Left out are scalars, the loss's two numbers per token, and gradients of norms.
 """
 
@@ -74,7 +74,8 @@ def plan_traffic(
 ) -> TrafficPlan:
     """Of a step on the rank of `ps`, whose model is `chunks`."""
     microbatches = run.num_microbatches
-    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches, group_size=run.group_size)
+    group_size = run.parallel.microbatch_group_size_per_vp_stage
+    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches, group_size=group_size)
     sends = sum(tick.send is not None for tick in ticks)
     return TrafficPlan(
         tp=_tensor_parallel(run, chunks, activations, microbatches),
@@ -106,9 +107,10 @@ def _data_parallel(run: RunShape, chunks: list[EmptyChunk], size: int) -> Traffi
     if size == 1:
         return Traffic(1)
     numel = sum(chunk.numel for chunk in chunks)
+    gradients = run.ddp.grad_dtype(run.model.params_dtype).itemsize * numel
     if not run.ddp.use_distributed_optimizer:
-        return Traffic(size, all_reduce=4 * numel)
-    return Traffic(size, all_gather=run.model.params_dtype.itemsize * numel, reduce_scatter=4 * numel)
+        return Traffic(size, all_reduce=gradients)
+    return Traffic(size, all_gather=run.model.params_dtype.itemsize * numel, reduce_scatter=gradients)
 
 
 def _tied_embedding(run: RunShape, chunks: list[EmptyChunk], dp_size: int) -> Traffic:

@@ -34,7 +34,6 @@ class RunShape:
     seq_length: int
     micro_batch_size: int
     num_microbatches: int
-    group_size: int | None  # micro batches that the interleaved schedule sends through a chunk in a row
     """In a step of the full global batch."""
     vocab_divisor: int
     """--make-vocab-size-divisible-by."""

@@ -134,10 +134,10 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
     numel = sum(chunk.numel for chunk in chunks)
     shards = ps.dp.size if run.ddp.use_distributed_optimizer else 1
     activations = activation_memory(run)
-    peak = _peak(activations, run, ps, chunks)
+    peak = _peak(run, activations, ps, chunks)
     memory = MemoryPlan(
         weights=numel * run.model.params_dtype.itemsize,
-        gradients=numel * 4,
+        gradients=_gradient_bytes(run, numel, numel // shards),
         optimizer=numel // shards * _optimizer_bytes(run, main_parameters=run.model.params_dtype.itemsize < 4),
         tables=len(chunks) * activations.tables,
         activations=peak.activations,
@@ -149,6 +149,12 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(run, ps, chunks, activations)
     return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
+
+
+def _gradient_bytes(run: RunShape, numel: int, shard: int) -> int:
+    """Of the buffer, and of the fp32 copy of a rank's reduced shard where the buffer is not fp32."""
+    itemsize = run.ddp.grad_dtype(run.model.params_dtype).itemsize
+    return numel * itemsize + (shard * 4 if itemsize < 4 else 0)
 
 
 class _Moment(NamedTuple):
@@ -164,14 +170,15 @@ class _Moment(NamedTuple):
         return self.activations + self.loss + self.temporary
 
 
-def _peak(activations: ActivationMemory, run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
+def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.num_layers) for chunk in chunks]
     backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()
-    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), run.num_microbatches, group_size=run.group_size):
+    group_size = run.parallel.microbatch_group_size_per_vp_stage
+    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), run.num_microbatches, group_size=group_size):
         if tick.action is None:
             continue
         chunk = tick.action.chunk

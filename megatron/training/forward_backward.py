@@ -58,7 +58,7 @@ def forward_backward(
         device=run.device,
         forward_only=forward_only,
         before_last_backward=None if forward_only else before_last_backward,
-        group_size=run.config.pipeline_layout.microbatch_group_size_per_virtual_pipeline_stage,
+        group_size=run.config.parallel.microbatch_group_size_per_vp_stage,
     )
     return totals
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
 from megatron.conversion.files import parse_size
 from megatron.conversion.open_checkpoint import READERS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import printable
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import make_parser, parse_flags
@@ -96,7 +98,7 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
 
 
-def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
+def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None) -> Outcome:
     options = Options(
         args.target_tensor_parallel_size,
         args.target_pipeline_parallel_size,
@@ -110,6 +112,7 @@ def run(args: argparse.Namespace, given: dict[str, Any]) -> Outcome:
         args.workers,
         args.universal_style,
         args.target_qkv_blocks,
+        note=note,
     )
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     with tqdm(unit="B", unit_scale=True, desc=f"-> {args.saver}", file=sys.stderr) as bar:
@@ -140,7 +143,8 @@ def main() -> None:
         signal.signal(number, stop)
     try:
         args, given = parse(sys.argv[1:])
-        outcome = run(args, given)
+        notes: list[str] = []
+        outcome = run(args, given, notes.append)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
     except SystemExit as error:
@@ -148,10 +152,12 @@ def main() -> None:
             print("interrupted: nothing was written", file=sys.stderr)
         raise
     print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
+    for text in notes:
+        print(f"   {printable(text)}")
     for name in without_effect(args):
         print(f"   no effect: {name}")
     for name in outcome.not_carried:
-        print(f"   not carried: {name}")
+        print(f"   not carried: {printable(name)}")
     if outcome.verified is not None:
         print(f"   verified: {outcome.verified} tensors are bitwise those of the source")
 

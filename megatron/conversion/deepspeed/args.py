@@ -14,6 +14,7 @@ from typing import Any
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Their argument -> the only value that our model can express.
@@ -54,7 +55,9 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     """Their arguments under our names; values that are not plain data are left out."""
     for name, value in _REQUIRED.items():
         if namespace.get(name, value) not in (value, None):
-            raise ValueError(f"{description} was trained with {name} = {namespace[name]!r}, which is not supported")
+            raise ValueError(
+                f"{description} was trained with {name} = {shown(namespace[name])}, which is not supported"
+            )
     args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
     args["num_experts"] = None  # their [1] is Megatron-LM's None
     args["position_embedding_type"] = _position_type(namespace)
@@ -128,9 +131,9 @@ def read_training(
     scheduler = _read_scheduler(state.get("lr_scheduler"), args)
     operations = "num_floating_point_operations_so_far"
     return TrainingState(
-        iteration=int(state.get("iteration") or state["global_steps"]),
-        consumed_train_samples=int(args.get("consumed_train_samples") or state.get("global_samples") or 0),
-        consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
+        iteration=state.get("iteration") or state.get("global_steps") or 0,
+        consumed_train_samples=args.get("consumed_train_samples") or state.get("global_samples") or 0,
+        consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(state.get(operations) or 0.0),
         grad_scaler=state.get("grad_scaler"),
         param_groups=state.get("megatron_param_groups") or _read_groups(optimizer, scheduler, step, args),
@@ -195,7 +198,7 @@ def write_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
         name = "wd_no_scale_lr" if decayed else "no_wd_no_scale_lr"
         group = {"name": name, "wd_mult": float(decayed), "lr_mult": 1.0}
         for known in training.param_groups or []:
-            if bool(known["wd_mult"]) == decayed:
+            if bool(known.get("wd_mult", 1.0)) == decayed:
                 kept = ("lr", "betas", "eps", "weight_decay", "lr_mult")
                 group |= {name: known[name] for name in kept if known.get(name) is not None}
         result.append(group | {"params": [number]})

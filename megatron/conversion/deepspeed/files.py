@@ -15,8 +15,39 @@ import torch
 
 from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
+from megatron.conversion.model_space.schemas import (
+    GRAD_SCALER,
+    PARAM_GROUP,
+    RANKS,
+    SCHEDULER,
+    SIZE,
+    namespace,
+    scalar,
+)
 from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.format.input_files import read_regular
+from megatron.core.dist_checkpointing.format.schema import COUNT, file_name, number, optional, record, sequence
+from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
+
+_VOCABULARY = record({"original_vocab_size?": optional(SIZE)})
+_STATE = record(
+    {
+        "args?": namespace,
+        "iteration?": optional(COUNT),
+        "global_steps?": optional(COUNT),
+        "global_samples?": optional(COUNT),
+        "skipped_steps?": optional(COUNT),
+        "num_floating_point_operations_so_far?": optional(number(0)),
+        "lr_scheduler?": optional(SCHEDULER),
+        "megatron_param_groups?": optional(sequence(PARAM_GROUP)),
+        "grad_scaler?": optional(GRAD_SCALER),
+        "universal_checkpoint_info?": optional(_VOCABULARY),
+        "checkpoint_info?": optional(_VOCABULARY),
+        "checkpoint_parallel_dimensions?": optional(record({"tp_degree?": optional(RANKS)})),
+    }
+)
+_OPTIMIZER = record({"param_groups": sequence(PARAM_GROUP)})
 
 LATEST = "latest_universal"
 ZERO = "zero"
@@ -31,8 +62,10 @@ def model_state_name(rank: int) -> str:
 
 def find_universal(directory: Path) -> Path | None:
     """The universal directory at, or named in, `directory`; None where there is none."""
-    if (directory / LATEST).is_file():
-        directory = directory / (directory / LATEST).read_text().strip()
+    latest = directory / LATEST
+    if latest.is_file():
+        name = read_regular(latest, limit=4096).decode(errors="replace").strip()
+        directory = directory / file_name(name, f"{latest}: the name in it")
     return directory if (directory / ZERO).is_dir() else None
 
 
@@ -48,10 +81,11 @@ class UniversalFiles:
         states = sorted(found.glob("mp_rank_*_model_states.pt"))
         if not states:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
-        self.state: dict[str, Any] = dict(safe_load(states[0]))
-        namespace = vars(self.state.pop("args")) if "args" in self.state else {}
-        self.arguments = read_args(namespace, self.description) if namespace else {}
+        self.state: dict[str, Any] = dict(_STATE(safe_load(states[0]), str(states[0])))
+        args = vars(self.state.pop("args")) if "args" in self.state else {}
+        self.arguments = read_args(args, self.description) if args else {}
         folders = sorted(path.name for path in (found / ZERO).iterdir() if path.is_dir())
+        sequence(check_key)(folders, str(found / ZERO))
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
         self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}
 
@@ -73,14 +107,14 @@ class UniversalFiles:
 
     def optimizer_state(self) -> dict[str, Any] | None:
         path = self.directory / ZERO / OPTIMIZER_STATE
-        return dict(safe_load(path)) if path.exists() else None
+        return dict(_OPTIMIZER(safe_load(path), str(path))) if path.exists() else None
 
     def step(self) -> int:
         """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were not skipped."""
         paths = [self.directory / ZERO / name / STEP for name in self.names.values()]
-        steps = {int(safe_load(path)) for path in paths if path.exists()}
+        steps = {int(scalar(safe_load(path), str(path))) for path in paths if path.exists()}
         if len(steps) > 1:
             raise ValueError(f"{self.description}: parameters are at different steps: {sorted(steps)}")
         if steps:
             return steps.pop()
-        return int(self.state["global_steps"]) - int(self.state.get("skipped_steps") or 0)
+        return (self.state.get("global_steps") or 0) - (self.state.get("skipped_steps") or 0)

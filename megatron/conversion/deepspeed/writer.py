@@ -18,6 +18,7 @@ from megatron.conversion.files import Progress, make_empty_directory, no_progres
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, plain_args
 from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
+from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,7 +46,7 @@ def write_universal(
     names = {key: writer.style.of(key, writer.config) for key in writer.shapes}
     make_empty_directory(directory)
     training = source.training or TrainingState()
-    target = directory / f"global_step{training.iteration}_universal"
+    target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
     (target / ZERO).mkdir(parents=True)
     jobs = [partial(writer.write_parameter, target / ZERO / name, key, progress) for key, name in names.items()]
     run_jobs(jobs, options.workers)

@@ -12,9 +12,40 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import flag_name
+from megatron.conversion.model_space.schemas import LAYERS, SIZE, simple
+from megatron.core.dist_checkpointing.format.schema import (
+    boolean,
+    mapping,
+    number,
+    optional,
+    printable,
+    record,
+    sequence,
+    shown,
+    text,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Json = dict[str, Any]
+_SIZES = """vocab_size num_hidden_layers n_layer hidden_size n_embd n_embed num_attention_heads n_head
+    num_key_value_heads head_dim intermediate_size n_inner max_position_embeddings n_positions n_ctx seq_length
+    sliding_window max_window_layers original_max_position_embeddings"""
+_NUMBERS = """initializer_range rms_norm_eps layer_norm_epsilon attention_dropout hidden_dropout attn_pdrop resid_pdrop
+    embd_pdrop rope_theta partial_rotary_factor"""
+_SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window"
+_TEXTS = "model_type torch_dtype dtype activation_function hidden_act"
+# What the fields that rules read may be.
+CONFIG = record(
+    {
+        **{f"{name}?": optional(SIZE) for name in _SIZES.split()},
+        **{f"{name}?": optional(LAYERS) for name in ("num_hidden_layers", "n_layer")},
+        **{f"{name}?": optional(number()) for name in _NUMBERS.split()},
+        **{f"{name}?": optional(boolean) for name in _SWITCHES.split()},
+        **{f"{name}?": optional(text(256)) for name in _TEXTS.split()},
+        **{f"{name}?": optional(sequence(text(256), 10**5)) for name in ("architectures", "layer_types")},
+        **{f"{name}?": optional(mapping(simple)) for name in ("rope_scaling", "rope_parameters")},
+    }
+)
 REQUIRED = object()  # a field without a default: it defines the model
 
 
@@ -388,10 +419,10 @@ def read_config(
     known = HARMLESS.union(harmless, *(rule.fields for rule in rules))
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
     if unknown:
-        listed = ", ".join(f"{name} = {hf[name]!r}" for name in unknown)
+        listed = ", ".join(f"{shown(name)} = {shown(hf[name])}" for name in unknown)
         raise ValueError(
             f"config.json has fields that are not supported and may change what the model computes: {listed}. "
-            f"If they do not, convert it with --hf-ignore-fields {' '.join(unknown)}"
+            f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"
         )
     result = dict(args)
     for rule in rules:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.huggingface.config_rules import CONFIG
 from megatron.conversion.huggingface.families import Place, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
@@ -15,7 +16,7 @@ from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, mathematics, model_config, model_tensors, resolved
 from megatron.conversion.model_space.row_maps import gather
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.durable_files import read_json
+from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -46,7 +47,7 @@ class HuggingFaceSource:
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         given = dict(args or {})
-        self._hf = read_json(directory / "config.json")
+        self._hf = CONFIG(read_json(directory / "config.json"), str(directory / "config.json"))
         try:
             self._family = family = family_of(self._hf)
             self.args = family.read_config(self._hf, given, ignored_fields)

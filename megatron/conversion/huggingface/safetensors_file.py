@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 
 from megatron.conversion.files import write_at
 from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.core.dist_checkpointing.format.input_files import open_regular, parse_json
+from megatron.core.dist_checkpointing.format.schema import COUNT, SHAPE, key, mapping, one_of, record, sequence
 
 _DTYPES = {
     "F64": torch.float64,
@@ -33,6 +36,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_ENTRY = record({"shape": SHAPE, "dtype": one_of(*_DTYPES), "data_offsets": sequence(COUNT, 2, least=2)})
+_HEADER = mapping(_ENTRY, keys=key)
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _BLOCK = 16 << 20  # bytes that are read at once where only some columns are wanted
@@ -45,30 +50,34 @@ class SafetensorsFile:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._starts: dict[str, int] = {}
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_MAX_HEADER, size - 8):
                 raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
-            try:
-                header = json.loads(file.read(length))
-            except ValueError as error:
-                raise ValueError(f"{path}: the safetensors header is damaged ({error})") from error
-        header.pop("__metadata__", None)
+            header = parse_json(file.read(length), f"{path}: the header", object_pairs_hook=self._once)
         end = 8 + length
-        for name, entry in header.items():
-            end = max(end, self._add(name, entry, 8 + length))
+        for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
+            end = self._add(name, entry, 8 + length, end)
         if end != size:
             raise ValueError(f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged")
 
-    def _add(self, name: str, entry: Any, base: int) -> int:
-        try:
-            info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-            start, stop = entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.path}: header entry {name!r} is not understood: {entry}") from error
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """A dictionary whose names are all different."""
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            raise ValueError("a name is there twice")
+        result.pop("__metadata__", None)
+        return result
+
+    def _add(self, name: str, entry: Any, base: int, expected: int) -> int:
+        """Tensors lie back to back: this one begins at byte `expected`. Returns where it ends."""
+        info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        start, stop = entry["data_offsets"]
         if stop - start != info.nbytes:
             raise ValueError(f"{self.path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}")
+        if base + start != expected:
+            raise ValueError(f"{self.path}: {name!r} begins at byte {base + start}, the one before ends at {expected}")
         self.tensors[name] = info
         self._starts[name] = base + start
         return base + int(stop)

@@ -16,12 +16,16 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
+from megatron.conversion.model_space.schemas import ARGUMENTS, TRAINING_STATE
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
-from megatron.core.durable_files import read_json, write_json
+from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
+from megatron.core.dist_checkpointing.format.schema import file_name, record, sequence
+from megatron.core.durable_files import write_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar
 _TUPLES = ("window_size", "betas")  # JSON has lists only
+_SCHEMA = record({"files": sequence(file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
 
 
 @dataclasses.dataclass
@@ -38,8 +42,9 @@ class Sidecar:
         directory = model_directory / DIRECTORY
         if not (directory / _STATE).exists():
             return None
-        state = read_json(directory / _STATE)
-        paths = [directory / name for name in state["files"]]
+        where = str(directory / _STATE)
+        state = _SCHEMA(read_json(directory / _STATE), where)
+        paths = [named_file(directory, name, where) for name in state["files"]]
         missing = [path.name for path in paths if not path.exists()]
         if missing:
             raise ValueError(

@@ -1,100 +1,142 @@
-"""The tokenizer beside a model of transformers: files that travel along, and the ids of its special tokens."""
+"""The tokenizer beside a model of transformers: files that travel along, and the ids of its special tokens.
+
+A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint counts where it lies in a
+directory that the user has named, links out of it do not, and a file travels only if it is what its name says.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
 from megatron.conversion.huggingface.sentencepiece import sentencepiece_tokenizer
-from megatron.core.durable_files import committed, read_json, write_json
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.input_files import named_file, parse_json, read_json, read_regular
+from megatron.core.dist_checkpointing.format.schema import anything, integer, mapping, record, sequence, shown
+from megatron.core.durable_files import committed, write_json
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each alone makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKEN = integer(-1, 2**31 - 1)
+
+
+def _token_ids(value: Any, where: str) -> Any:
+    """None, a token, or several: models may end a text in more than one way."""
+    if value is None:
+        return value
+    return sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
+
+
+TOKEN_IDS = record({f"{name}?": _token_ids for name in _IDS})
 
 
 def tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for training with the tokenizer of a model's directory, and its token ids."""
+    TOKEN_IDS(hf, str(directory / "config.json"))
     arguments: dict[str, Any] = {"hf_token_ids": {name: hf.get(name) for name in _IDS}}
-    if any((directory / name).exists() for name in _MARKS):
+    if _is_tokenizer(directory):
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
     return arguments
 
 
+def _is_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _MARKS)
+
+
+@dataclass
+class ExportedTokenizer:
+    """What `export_tokenizer` has done."""
+
+    ids: dict[str, Any]  # for config.json; null where nothing is known
+    lost: list[str]  # what could not be carried
+    copied: list[str]  # "source -> name"
+
+
 def export_tokenizer(
-    args: Mapping[str, Any], tokenizer: Path | None, directory: Path
-) -> tuple[dict[str, Any], list[str]]:
-    """Copy the tokenizer that `args` (or the user) names into `directory`.
-
-    Returns the token ids for config.json, all null where nothing is known, and what could not be carried.
-    """
-    ids = dict.fromkeys(_IDS) | dict(args.get("hf_token_ids") or {})
+    args: Mapping[str, Any], tokenizer: Path | None, directory: Path, trusted: Sequence[Path] = ()
+) -> ExportedTokenizer:
+    """Copy the tokenizer that the user names into `directory`, or else the one in `args` if it lies in `trusted`."""
+    told = args.get("hf_token_ids") or {}
+    TOKEN_IDS(told, "the arguments: hf_token_ids")
+    result = ExportedTokenizer({name: told.get(name) for name in _IDS}, [], [])
+    trusted = (*trusted, tokenizer) if tokenizer is not None else trusted
+    bpe = [args.get("vocab_file"), args.get("merge_file")]
     if tokenizer is None and args.get("tokenizer_model"):
-        tokenizer = Path(args["tokenizer_model"])
-    if tokenizer is None and args.get("vocab_file") and args.get("merge_file"):
-        return _export_bpe(Path(args["vocab_file"]), Path(args["merge_file"]), directory, ids)
+        tokenizer = _confirmed(args["tokenizer_model"], trusted, result)
+    elif all(bpe) and (tokenizer is None or (tokenizer.is_dir() and not _is_tokenizer(tokenizer))):
+        vocab, merges = (_confirmed(value, trusted, result) for value in bpe)
+        if vocab is not None and merges is not None:
+            _export_bpe(vocab, merges, directory, result)
+        return result
     if tokenizer is None:
-        return ids, []
+        return result
     if tokenizer.is_dir():
-        return _export_directory(tokenizer, directory, ids), []
-    if tokenizer.is_file():
-        return _export_sentencepiece(tokenizer, directory)
-    return ids, [f"tokenizer: {tokenizer} is not here; give --tokenizer"]
+        _export_directory(tokenizer, directory, result)
+    elif tokenizer.is_file():
+        _export_sentencepiece(tokenizer, directory, result)
+    else:
+        result.lost.append(f"tokenizer: {tokenizer} is not here; give --tokenizer")
+    return result
 
 
-def _export_directory(tokenizer: Path, directory: Path, ids: dict[str, Any]) -> dict[str, Any]:
-    for name in (*_FILES, "generation_config.json"):
-        _copy(tokenizer / name, directory / name)
+def _confirmed(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -> Path | None:
+    """The path that a checkpoint names, if it lies where the user said that its files are."""
+    if type(value) is str and "\0" not in value:
+        path = Path(value).resolve()
+        if any(path.is_relative_to(root.resolve()) for root in trusted):
+            return path
+    told = f"tokenizer: the checkpoint names {shown(value)}, which is outside of its directory"
+    result.lost.append(f"{told}; give --tokenizer to take it along")
+    return None
+
+
+def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenizer) -> None:
+    for name in _CONTENTS:
+        path = named_file(tokenizer, name, str(tokenizer))
+        if path.exists():
+            _copy(path, directory / name, result)
     for name in ("generation_config.json", "config.json"):  # config.json last: it decides
-        if (tokenizer / name).exists():
-            told = read_json(tokenizer / name)
-            ids |= {name: told[name] for name in _IDS if told.get(name) is not None}
-    return ids
+        path = named_file(tokenizer, name, str(tokenizer))
+        if path.exists():
+            told = TOKEN_IDS(read_json(path), str(path))
+            result.ids |= {name: told[name] for name in _IDS if told.get(name) is not None}
 
 
-def _export_sentencepiece(model: Path, directory: Path) -> tuple[dict[str, Any], list[str]]:
+def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenizer) -> None:
     """The model itself, and where it has an exact counterpart a tokenizer that transformers loads."""
-    _copy(model, directory / "tokenizer.model")
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    if not _copy(model, directory / "tokenizer.model", result):
+        return
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
-    ids = {name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)}
-    tokenizer = sentencepiece_tokenizer(model)
+    result.ids = {name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)}
+    tokenizer = sentencepiece_tokenizer(directory / "tokenizer.model")
     if tokenizer is None:
-        return ids, ["tokenizer: transformers would not split text as its SentencePiece model; use tokenizer.model"]
+        lost = "tokenizer: transformers would not split text as its SentencePiece model; use tokenizer.model"
+        result.lost.append(lost)
+        return
     with committed(directory / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
-    names = {name.removesuffix("_id"): processor.id_to_piece(id_) for name, id_ in ids.items() if id_ is not None}
+    names = {name.removesuffix("_id"): processor.id_to_piece(i) for name, i in result.ids.items() if i is not None}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     write_json(directory / "tokenizer_config.json", config)
-    return ids, []
 
 
-def _export_bpe(vocab: Path, merges: Path, directory: Path, ids: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    missing = [
-        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both"
-        for path in (vocab, merges)
-        if not path.exists()
+def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedTokenizer) -> None:
+    missing = [path for path in (vocab, merges) if not path.exists()]
+    result.lost += [
+        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both" for path in missing
     ]
-    if missing:
-        return ids, missing
-    _copy(vocab, directory / "vocab.json")
-    _copy(merges, directory / "merges.txt")
+    if missing or not _copy(vocab, directory / "vocab.json", result):
+        return
+    if not _copy(merges, directory / "merges.txt", result):
+        return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-    end = read_json(vocab).get("<|endoftext|>")
-    return ids | {"bos_token_id": end, "eos_token_id": end}, []
+    end = read_json(directory / "vocab.json").get("<|endoftext|>")
+    result.ids |= {"bos_token_id": end, "eos_token_id": end}
 
 
 def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
@@ -105,7 +147,62 @@ def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
         write_json(path, {"_from_model_config": True, **told})
 
 
-def _copy(source: Path, target: Path) -> None:
-    if source.exists():
-        with committed(target) as temporary:
-            shutil.copyfile(source, temporary)  # content only: the mode is that of a new file
+def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
+    """Whether `source` was copied: content only, the mode is that of a new file."""
+    try:
+        content = read_regular(source)
+        _CONTENTS[target.name](content, str(source))
+    except CheckpointError as error:
+        result.lost.append(f"tokenizer: {error}")
+        return False
+    with committed(target) as temporary:
+        temporary.write_bytes(content)
+    result.copied.append(f"{source} -> {target.name}")
+    return True
+
+
+def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
+    def check_content(content: bytes, where: str) -> None:
+        check(parse_json(content, where), where)
+
+    return check_content
+
+
+def _sentencepiece(content: bytes, where: str) -> None:
+    try:
+        sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{where} is not a SentencePiece model") from error
+
+
+def _lines(content: bytes, where: str) -> list[str]:
+    try:
+        return content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is not text: {error}") from error
+
+
+def _merges(content: bytes, where: str) -> None:
+    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line]
+    if not all(line.startswith("#version") or len(line.split(" ")) == 2 for line in lines):
+        raise CheckpointError(f"{where} does not have two parts of a token on every line: it holds no merges")
+
+
+def _template(content: bytes, where: str) -> None:
+    if not any("{{" in line or "{%" in line for line in _lines(content, where)):
+        raise CheckpointError(f"{where} is not a template of Jinja")
+
+
+_OBJECT = _json(mapping(anything))
+# The files that travel, and what each must be.
+_CONTENTS: dict[str, Callable[[bytes, str], None]] = {
+    "tokenizer.json": _json(record({"model": mapping(anything)})),
+    "tokenizer_config.json": _OBJECT,
+    "special_tokens_map.json": _OBJECT,
+    "added_tokens.json": _OBJECT,
+    "tokenizer.model": _sentencepiece,
+    "vocab.json": _json(mapping(_TOKEN)),
+    "merges.txt": _merges,
+    "chat_template.jinja": _template,
+    "generation_config.json": _OBJECT,
+}

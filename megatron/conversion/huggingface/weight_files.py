@@ -9,8 +9,9 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
+from megatron.core.dist_checkpointing.format.schema import anything, file_name, key, mapping, record
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.durable_files import read_json
 
 
 class TensorFile(Protocol):
@@ -23,7 +24,7 @@ class TorchFile:
     """`pytorch_model.bin` of old repositories, read without running anything."""
 
     def __init__(self, path: Path) -> None:
-        state = safe_load(path)
+        state = mapping(anything, keys=key)(safe_load(path), str(path))
         self._state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
@@ -31,6 +32,7 @@ class TorchFile:
         return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
 
 
+_INDEX = record({"weight_map": mapping(file_name, keys=key)})
 _KINDS = (("model.safetensors", SafetensorsFile), ("pytorch_model.bin", TorchFile))
 
 
@@ -52,14 +54,12 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
 
 
 def _open_shards(directory: Path, index: Path, kind: type[SafetensorsFile] | type[TorchFile]) -> dict[str, TensorFile]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map: it is damaged")
-    names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not (directory / name).exists()]
+    weight_map = _INDEX(read_json(index), str(index))["weight_map"]
+    paths = {name: named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
+    missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} of {len(names)} shards: {', '.join(missing)}")
-    files = {name: kind(directory / name) for name in names}
+        raise ValueError(f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")
+    files = {name: kind(path) for name, path in paths.items()}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:
             raise ValueError(f"{index} places {tensor} in {name}, which does not have it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ class HuggingFaceOptions:
     dtype: torch.dtype | None = None  # of the weights; default: the model's
     max_shard_size: int = 5 * 10**9
     vocab_size: int | None = None  # rows beyond it are cut; default: all that the source has
-    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments, if it is
+    trusted: tuple[Path, ...] = ()  # in one of these: the user has named them
     optim_sidecar: bool = False
     workers: int = 1
+    note: Callable[[str], None] = lambda text: None  # told which files of a tokenizer were copied
 
 
 def write_huggingface(
@@ -57,12 +59,14 @@ def write_huggingface(
         folder = directory / hf_sidecar.DIRECTORY
         folder.mkdir()
         hf_sidecar.write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
-    token_ids, lost = export_tokenizer(source.args, options.tokenizer, directory)
-    write_generation_config(directory, token_ids)
+    tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
+    write_generation_config(directory, tokenizer.ids)
+    for copied in tokenizer.copied:
+        options.note(f"tokenizer: {copied}")
     fsync_tree(directory)
-    write_json(directory / "config.json", _config_json(family, config, token_ids))
+    write_json(directory / "config.json", _config_json(family, config, tokenizer.ids))
     fsync_tree(directory)
-    return lost + _not_carried(source, bool(optimizer))
+    return tokenizer.lost + _not_carried(source, bool(optimizer))
 
 
 def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:

@@ -7,9 +7,11 @@ from typing import Any
 
 from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_model
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.schemas import COMMON
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _QKV_BY_GROUP = 3.0  # checkpoint versions from here on group QKV rows by query group
@@ -21,6 +23,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Raises CheckpointError where there are none, ValueError where they describe a model that we do not have.
     """
+    COMMON(common, where)
     if "args" not in common:
         raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
     version = common.get("checkpoint_version", _QKV_BY_GROUP)
@@ -44,7 +47,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Values as they are, but objects of Megatron-LM's own classes (its enums) as text: nobody else could load them."""
     if isinstance(value, Placeholder):
-        return f"{type(value).__qualname__}{tuple(value.args)}"
+        return f"{type(value).__qualname__}({', '.join(map(shown, value.args))})"
     return value
 
 
@@ -59,9 +62,9 @@ def training_state(
 ) -> TrainingState:
     """`groups` are the optimizer's param groups, wherever the format keeps them."""
     return TrainingState(
-        iteration=int(common.get("iteration", 0)),
-        consumed_train_samples=int(args.get("consumed_train_samples") or 0),
-        consumed_valid_samples=int(args.get("consumed_valid_samples") or 0),
+        iteration=common.get("iteration", 0),
+        consumed_train_samples=args.get("consumed_train_samples") or 0,
+        consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
         param_groups=_ordered(groups) if groups else None,
         scheduler=common.get("opt_param_scheduler"),
@@ -73,9 +76,9 @@ def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups without their parameters, that with weight decay first (0.12 has them in either order)."""
     plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     for group in plain:
-        if "step" in group:
+        if group.get("step") is not None:
             group["step"] = int(group["step"])
-    return sorted(plain, key=lambda group: -group.get("wd_mult", 0.0))
+    return sorted(plain, key=lambda group: -float(group.get("wd_mult") or 0.0))
 
 
 def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:

@@ -19,8 +19,20 @@ from megatron.conversion.model_space.optimizer_state import (
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
+from megatron.conversion.model_space.schemas import COMMON, scalar
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    SHAPE,
+    anything,
+    mapping,
+    optional,
+    record,
+    refuse,
+    sequence,
+)
+from megatron.core.dist_checkpointing.format.schema import key as check_key
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -41,11 +53,12 @@ class LegacySource:
 
     def __init__(self, directory: Path) -> None:
         self.description = f"legacy checkpoint {directory}"
-        first = _open(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0])
-        self.args = arguments(first, str(directory))
+        first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+        first = _open(first_file)
+        self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
         folders = {rank: directory / rank_directory(*rank, layout.parallel.pp_size) for rank in layout.ranks}
-        files = {rank: _open(folder / MODEL_FILE) for rank, folder in folders.items()}
+        files = {rank: COMMON(_open(folder / MODEL_FILE), str(folder / MODEL_FILE)) for rank, folder in folders.items()}
         rows_per_rank = _vocabulary_rows(files[0, 0], folders[0, 0])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
         vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
@@ -77,7 +90,7 @@ class LegacySource:
         self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
     ) -> list[list[LocalParameter]]:
         """Returns the parameters by the names and in the order of the file, which is that of the modules."""
-        models = _models(content)
+        models = _models(content, folder / MODEL_FILE)
         if len(models) != len(chunks):
             raise CheckpointError(f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}")
         return [self._add_model(*pair, folder) for pair in zip(models, chunks, strict=True)]
@@ -96,7 +109,7 @@ class LegacySource:
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, where: Path) -> None:
         """A tensor of the parameter's local shape."""
-        if tuple(tensor.shape) != parameter.shape:
+        if tuple(_tensor(tensor, f"{where}: {key}").shape) != parameter.shape:
             raise CheckpointError(
                 f"{where}: {key} has shape {tuple(tensor.shape)}, but the stored arguments make it {parameter.shape}"
             )
@@ -111,17 +124,21 @@ class LegacySource:
 
     def _add_buffers(self, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
-        buffers = _open(path)
+        buffers = mapping(anything, keys=anything)(_open(path), str(path))
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
         for index, parameters in enumerate(chunks):
-            if not buffers.get("buckets_coalesced") or len(buffers.get(index, {})) != 1:
+            found = buffers.get(index)
+            if not buffers.get("buckets_coalesced") or not isinstance(found, dict) or len(found) != 1:
                 raise CheckpointError(f"{path}: model chunk {index} is not one buffer of coalesced buckets")
-            (states,) = buffers[index].values()
+            states = _BUFFER(next(iter(found.values())), f"{path}: model chunk {index}")
             placed, sizes = plan_buckets(parameters, bucket_size_of(self.args, pp, index, num_parameters))
             if sum(sizes) != states["numel_unpadded"]:
                 raise CheckpointError(
                     f"{path}: {states['numel_unpadded']} elements, but the stored arguments make it {sum(sizes)}"
                 )
+            for state in OPTIMIZER_STATES:
+                if states[state].numel() < sum(sizes):
+                    raise CheckpointError(f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}")
             for parameter, bucket, start in placed:
                 for state in OPTIMIZER_STATES:
                     self._add_flat(
@@ -130,13 +147,16 @@ class LegacySource:
 
     def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
         """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""
-        inner = optimizer.get("optimizer", optimizer)
+        inner = optimizer.get("optimizer", optimizer) or {}
         if "state" not in inner:
             return
-        main = optimizer.get("fp32_from_fp16_params")
+        _NUMBERED(inner, f"{where}: optimizer")
+        main = optional(sequence(sequence(_tensor)))(
+            optimizer.get("fp32_from_fp16_params"), f"{where}: optimizer: fp32_from_fp16_params"
+        )
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
-            decay = group.get("wd_mult", 1.0) > 0.0
+            decay = float(group.get("wd_mult", 1.0)) > 0.0
             members = [parameter for parameter in everything if parameter.weight_decay == decay]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
@@ -145,10 +165,25 @@ class LegacySource:
                 )
             for position, (number, parameter) in enumerate(zip(group["params"], members, strict=True)):
                 for state in ("exp_avg", "exp_avg_sq"):
-                    tensor = inner["state"][number][state]
+                    tensor = inner["state"].get(number, {}).get(state)
                     self._add_tensor(optimizer_key(state, parameter.key), parameter, tensor, where)
                 if main is not None:
+                    if index >= len(main) or position >= len(main[index]):
+                        raise CheckpointError(f"{where}: the main parameter of {parameter.key} is missing")
                     self._add_tensor(optimizer_key("param", parameter.key), parameter, main[index][position], where)
+
+
+def _tensor(value: Any, where: str) -> Stored:
+    return value if isinstance(value, Stored) else refuse(where, value, "a tensor")
+
+
+_BUFFER = record({"numel_unpadded": COUNT, **{state: _tensor for state in OPTIMIZER_STATES}})
+_NUMBERED = record(
+    {
+        "state": mapping(mapping(anything), keys=COUNT),
+        "param_groups": sequence(record({"params": sequence(COUNT), "wd_mult?": scalar})),
+    }
+)
 
 
 def _open(path: Path) -> dict[Any, Any]:
@@ -160,24 +195,24 @@ def _open(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _models(content: dict[str, Any]) -> list[dict[str, Stored]]:
-    if "model" in content:
-        return [content["model"]]
-    models: list[dict[str, Stored]] = []
-    while f"model{len(models)}" in content:
-        models.append(content[f"model{len(models)}"])
-    return models
+def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:
+    """The weights of every chunk."""
+    chunks = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
+    names = ["model"] if "model" in content else chunks
+    return [mapping(anything, keys=check_key)(content[name], f"{where}: {name}") for name in names]
 
 
 def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
-    models = _models(content)
+    models = _models(content, folder / MODEL_FILE)
     if not models or _WORD_EMBEDDINGS not in models[0]:
         names = ", ".join(list(models[0])[:3]) if models else "no model"
         raise CheckpointError(
             f"{folder / MODEL_FILE} has no {_WORD_EMBEDDINGS} (it has {names}): only models of Megatron-core are read. "
             "Load one of the older classes with Megatron-LM's tools/checkpoint and save it again."
         )
-    return models[0][_WORD_EMBEDDINGS].shape[0]
+    where = f"{folder / MODEL_FILE}: {_WORD_EMBEDDINGS}"
+    embedding = _tensor(models[0][_WORD_EMBEDDINGS], where)
+    return SHAPE(tuple(embedding.shape), where)[0] if embedding.shape else refuse(where, embedding, "a matrix")
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.conversion.model_space.schemas import ARGUMENTS
 from megatron.conversion.model_space.source import Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,6 +43,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
         if not args.get(name):
             raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
+    ARGUMENTS(known, description)
     return TransformerConfig(**{**known, "vocab_size": vocab_size})
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.conversion.model_space.schemas import TRAINING_STATE
+
 Shape = tuple[int, ...]
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
@@ -38,7 +40,7 @@ class TensorInfo:
 
 @dataclass
 class TrainingState:
-    """What a run needs besides tensors. Counters are in iterations and samples."""
+    """What a run needs besides tensors. Counters are in iterations and samples; CheckpointError for any other value."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -49,6 +51,9 @@ class TrainingState:
     grad_scaler: dict[str, Any] | None = None
     # Read when called, by the key that the object has in torch_dist. Only the same layout can use it.
     rng: dict[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        TRAINING_STATE(vars(self), "the training state")
 
 
 class Source(Protocol):

@@ -2,8 +2,9 @@
 
 One index is the files `<digest>-<name>-<array>.npy` and `<digest>-<name>-index.json`. The digest covers everything the
 arrays depend on, so equal names mean equal contents: any number of processes may build and write the same index at
-once. The .json comes last and carries the digest of every array, so a reader takes a whole index or none; what is cut
-or damaged is built again. Without a writable directory the index is built in memory.
+once. The .json comes last and carries the digest of every array (type, shape and contents) and its own, so a reader
+takes a whole index or none; what is cut or damaged is built again. Without a writable directory the index is built in
+memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.durable_files import committed, fsync_directory
 logger = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray]
-FORMAT = 1  # part of every digest: raise it when the meaning of an array changes
+FORMAT = 2  # part of every digest: raise it when the meaning of an array changes
 
 
 def digest_of(description: dict[str, Any]) -> str:
@@ -32,7 +33,10 @@ def digest_of(description: dict[str, Any]) -> str:
 
 
 def digest_of_array(array: np.ndarray) -> str:
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data.cast("B"))
+    """Of type, shape and contents."""
+    digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).data.cast("B"))
+    return digest.hexdigest()
 
 
 def load_or_build(
@@ -73,9 +77,12 @@ def _load(stem: Path) -> tuple[Arrays | None, str]:
     except (OSError, UnicodeDecodeError) as error:
         return None, f"{path.name}: {error}"
     try:
-        recorded: dict[str, str] = json.loads(text)["arrays"]
+        record = json.loads(text)
+        if record.pop("digest") != digest_of(record):
+            return None, f"{path.name} does not have the recorded contents"
+        recorded: dict[str, str] = record["arrays"]
         mapped = {key: np.load(f"{stem}-{key}.npy", mmap_mode="r", allow_pickle=False) for key in recorded}
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever numpy and json say: the index is built again
         return None, f"{type(error).__name__}: {error}"
     arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
     for key, array in arrays.items():
@@ -89,7 +96,11 @@ def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: boo
     for key, array in arrays.items():
         with committed(f"{stem}-{key}.npy", replace) as temporary, temporary.open("wb") as file:
             np.save(file, array, allow_pickle=False)
-    record = {"description": description, "arrays": {key: digest_of_array(array) for key, array in arrays.items()}}
+    record: dict[str, Any] = {
+        "description": description,
+        "arrays": {key: digest_of_array(array) for key, array in arrays.items()},
+    }
+    record["digest"] = digest_of(record)
     with committed(_record_path(stem), replace) as temporary:
         temporary.write_text(json.dumps(record, indent=1))
     fsync_directory(stem.parent)

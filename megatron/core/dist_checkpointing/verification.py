@@ -11,12 +11,12 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
 from megatron.core.dist_checkpointing.planning.planner import find_fault
-from megatron.core.durable_files import read_json
 
 _READ_SIZE = 8 * BLOCK_SIZE
 

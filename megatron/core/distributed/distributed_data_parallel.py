@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis
 
 
 class DistributedDataParallel(MegatronModule):
-    """Gradients are accumulated in fp32 in `param.main_grad` and summed over `dp` after the last microbatch.
+    """Gradients are accumulated in `param.main_grad` and summed over `dp` after the last microbatch.
 
     An iteration::
 
@@ -173,9 +173,9 @@ def _make_buffers(
         if param.requires_grad:
             by_dtype.setdefault(param.dtype, []).append((name, param))
     buffers = []
-    for named_params in by_dtype.values():
+    for dtype, named_params in by_dtype.items():
         bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), dp.size)
-        buffers.append(ParamAndGradBuffer(named_params, bucket_size, dp, shard))
+        buffers.append(ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, dp, shard))
     return buffers
 
 

@@ -30,7 +30,8 @@ class Bucket:
     """Parameters whose gradients are reduced together, and this rank's shard of them.
 
     `shard` is the data-parallel axis with the distributed optimizer and an axis of size 1 without: then the shard is
-    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a `finish_`.
+    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a `finish_`. `grad_shard`
+    is fp32, and a view of `grad_data` if that is fp32, too.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Bucket:
         self.grad_data = grad_data
         self.shard_start, self.shard_stop = even_range(plan.numel, shard.rank, shard.size)
         self.param_shard = param_data[self.shard_start : self.shard_stop]
-        self.grad_shard = grad_data[self.shard_start : self.shard_stop]
+        self._reduced = grad_data[self.shard_start : self.shard_stop]
+        in_fp32 = grad_data.dtype == torch.float32
+        self.grad_shard = self._reduced if in_fp32 else torch.zeros_like(self._reduced, dtype=torch.float32)
         self.missing = set(self.params)  # parameters whose gradient of the last microbatch has not arrived
         self._dp = dp
         self._sharded = shard.size > 1
@@ -61,16 +64,17 @@ class Bucket:
             return
         assert self._dp.group is not None and self._grad_work is None
         if self._sharded:
-            self._grad_work = reduce_scatter_tensor(
-                self.grad_shard, self.grad_data, group=self._dp.group, async_op=True
-            )
+            self._grad_work = reduce_scatter_tensor(self._reduced, self.grad_data, group=self._dp.group, async_op=True)
         else:
             self._grad_work = dist.all_reduce(self.grad_data, group=self._dp.group, async_op=True)
 
     def finish_grad_reduce(self) -> None:
+        """Once per iteration: `grad_shard` holds the sum."""
         if self._grad_work is not None:
             self._grad_work.wait()
             self._grad_work = None
+        if self.grad_shard is not self._reduced:
+            self.grad_shard.copy_(self._reduced)
 
     @property
     def params_complete(self) -> bool:
@@ -104,14 +108,19 @@ class Bucket:
 
 
 class ParamAndGradBuffer:
-    """One contiguous parameter buffer and one fp32 gradient buffer for the parameters of one dtype.
+    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of one dtype.
 
     Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its place in the gradient
-    buffer. Gradients are fp32 whatever the dtype: bf16 would drop small gradients over many microbatches.
+    buffer.
     """
 
     def __init__(
-        self, named_params: Sequence[tuple[str, nn.Parameter]], bucket_size: int, dp: Axis, shard: Axis
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        grad_dtype: torch.dtype,
+        bucket_size: int,
+        dp: Axis,
+        shard: Axis,
     ) -> None:
         by_name = dict(named_params)
         specs = [ParamSpec(name, tuple(param.shape), param_info(param)) for name, param in named_params]
@@ -119,7 +128,7 @@ class ParamAndGradBuffer:
         first = named_params[0][1]
         numel = plans[-1].stop
         self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.grad_data = torch.zeros(numel, dtype=torch.float32, device=first.device)
+        self.grad_data = torch.zeros(numel, dtype=grad_dtype, device=first.device)
         self.buckets: list[Bucket] = []
         for plan in plans:
             params = [by_name[span.spec.name] for span in plan.spans]

@@ -2,6 +2,15 @@
 
 from megatron.core.pipeline_parallel.executor import ForwardStep, run_schedule
 from megatron.core.pipeline_parallel.layout import pipeline_layer_ranges
-from megatron.core.pipeline_parallel.schedules import Action, Message, Tick, schedule
+from megatron.core.pipeline_parallel.schedules import Action, Message, Tick, groups_fit, schedule
 
-__all__ = ["Action", "ForwardStep", "Message", "Tick", "pipeline_layer_ranges", "run_schedule", "schedule"]
+__all__ = [
+    "Action",
+    "ForwardStep",
+    "Message",
+    "Tick",
+    "groups_fit",
+    "pipeline_layer_ranges",
+    "run_schedule",
+    "schedule",
+]

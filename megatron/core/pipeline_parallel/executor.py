@@ -35,7 +35,7 @@ def run_schedule(
     under sequence parallelism) and `dtype`; on the last virtual stage the scalar loss as it shall be differentiated:
     divided by the number of microbatches, multiplied by the loss scale (with `forward_only` anything; it is not used).
     `before_last_backward(chunk)` is called before the last backward pass of each chunk, whose gradients are the final
-    ones: the time to let their reduction overlap with it. `group_size` is that of `schedule`.
+    ones: the time to let their reduction overlap with it. `group_size`: see `schedule`.
 
     All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not fit, and RuntimeError
     naming the neighbour when one does not answer within the timeout of the process group.

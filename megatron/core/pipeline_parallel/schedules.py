@@ -10,19 +10,19 @@ on both of its ends. Two things follow:
 - Messages between two ranks match in order: both ends sort them by clock.
 
 The order of actions on each rank is that of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM"), and so are bubble and memory. With P stages, p the rank, V chunks per stage and m
-microbatches:
+GPU Clusters Using Megatron-LM"), and so are bubble and memory. With P stages, p the rank, V chunks per stage, m
+microbatches and groups of g >= P microbatches that pass one chunk before the next (P unless it is said otherwise):
 
 ================  =======================================  ==============
 schedule          activations in flight on rank p          bubble / ideal
 ================  =======================================  ==============
 1F1B (V = 1)      min(P - p, m)                            (P - 1) / m
-interleaved       min((V - 1) P + 2 (P - p) - 1, m V)      (P - 1) / (m V)
+interleaved       min((V - 1) g + 2 (P - p) - 1, m V)      (P - 1) / (m V)
 ================  =======================================  ==============
 
-(interleaved in groups of N > P microbatches: N in place of P in the first term)
-
-P = 1 is plain gradient accumulation: forward and backward of each microbatch in turn.
+P = 1 is plain gradient accumulation: forward and backward of each microbatch in turn. Groups larger than P cost memory
+and give the exchange between the last stage and the first g - P passes more time; the last group may be smaller, so m
+need not be a multiple of P.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def schedule(
     forward_only: bool = False,
     group_size: int | None = None,
 ) -> Iterator[Tick]:
-    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above, in groups of `group_size` (`pp_size`).
+    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above, in groups of `group_size` microbatches.
 
     Clocks at which the rank neither computes nor receives are left out.
     Raises ValueError for sizes that no schedule exists for.
@@ -98,6 +98,12 @@ def schedule(
         yield Tick(clock, phase, action, send, arrivals.get(clock))
 
 
+def groups_fit(num_microbatches: int, pp_size: int, group_size: int) -> bool:
+    """Whether no group of the interleaved schedule is smaller than the pipeline, in which case it would run dry."""
+    rest = num_microbatches % group_size
+    return group_size >= pp_size and (rest == 0 or rest >= pp_size)
+
+
 def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Message | None:
     """Where the result of `action` goes; None at the end of the model (forward) or its beginning (backward).
 
@@ -113,9 +119,11 @@ def _timetable(
     pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, forward_only: bool, group_size: int
 ) -> dict[int, Action]:
     """Clock -> action of one rank."""
-    count = num_microbatches * vpp_size
-    forward, backward = _clocks(pp_rank, pp_size, vpp_size, count, group_size)
-    order = [_nth_forward(i, group_size, vpp_size, num_microbatches) for i in range(count)]
+    if vpp_size == 1:
+        group_size = num_microbatches
+    order = _forward_order(vpp_size, num_microbatches, group_size)
+    count, first_group = len(order), min(group_size, num_microbatches)
+    forward, backward = _clocks(pp_rank, pp_size, vpp_size, count, first_group)
     table = {clock: Action("forward", c, m) for clock, (c, m) in zip(forward, order, strict=True)}
     if not forward_only:
         # Backward passes go through the microbatches alike, through the chunks in reverse.
@@ -125,7 +133,7 @@ def _timetable(
     return table
 
 
-def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int, group_size: int) -> tuple[list[int], list[int]]:
+def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int, first_group: int) -> tuple[list[int], list[int]]:
     """Clocks of a rank's `count` forward and `count` backward passes, each in order."""
     if vpp_size == 1:
         # The i-th forward follows its predecessor stage by one clock. A rank fills the pipeline up to the last stage,
@@ -134,22 +142,23 @@ def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int, group_size: i
         forward = [pp_rank + (i if i < in_flight else 2 * i) for i in range(count)]
         backward = [pp_size + in_flight - 1 + 2 * i for i in range(count)]
     else:
-        # A forward pass at every even clock, a backward pass at every odd one, each 2 clocks after its predecessor
-        # virtual stage. The communication of a forward pass thus overlaps with a backward pass, and vice versa.
-        # A chunk's output is needed one group later, so a group must be as long as the pipeline.
+        # A forward pass at every even clock, a backward pass at every odd one, each at least 2 clocks after its
+        # predecessor virtual stage: the first stage takes up the next chunk a group later, and no group is smaller than
+        # the pipeline. The communication of a forward pass thus overlaps with a backward pass, and vice versa.
         forward = [2 * (pp_rank + i) for i in range(count)]
-        first_gradient = group_size * (vpp_size - 1) + pp_size - 1 + (pp_size - 1 - pp_rank)
+        first_gradient = (vpp_size - 1) * first_group + 2 * (pp_size - 1) - pp_rank
         backward = [2 * (first_gradient + i) + 1 for i in range(count)]
     return forward, backward
 
 
-def _nth_forward(n: int, group_size: int, vpp_size: int, num_microbatches: int) -> tuple[int, int]:
-    """(chunk, microbatch): groups of microbatches pass chunk 0, then chunk 1, and so on; the last may be shorter."""
-    if vpp_size == 1:
-        return 0, n
-    group, rest = divmod(n, group_size * vpp_size)
-    chunk, offset = divmod(rest, min(group_size, num_microbatches - group * group_size))
-    return chunk, group * group_size + offset
+def _forward_order(vpp_size: int, num_microbatches: int, group_size: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch): a group of microbatches passes chunk 0, then chunk 1, and so on; then the next group."""
+    return [
+        (chunk, microbatch)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(vpp_size)
+        for microbatch in range(start, min(start + group_size, num_microbatches))
+    ]
 
 
 def _steady_clocks(actions: dict[int, Action]) -> range:
@@ -163,19 +172,8 @@ def _steady_clocks(actions: dict[int, Action]) -> range:
     return range(first_pair, last_pair + 1)
 
 
-def group_problem(pp_size: int, num_microbatches: int, group_size: int) -> str | None:
-    """Why the interleaved schedule cannot run so many microbatches in groups of `group_size`."""
-    if group_size < pp_size:
-        return f"groups of {group_size} microbatches are shorter than the pipeline of {pp_size} stages"
-    if 0 < num_microbatches % group_size < pp_size or num_microbatches < pp_size:
-        return (
-            f"{num_microbatches} microbatches are not groups of {group_size}: the last one, of "
-            f"{num_microbatches % group_size}, would be shorter than the pipeline of {pp_size} stages"
-        )
-    return None
-
-
 def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, group_size: int) -> None:
+    """Raise ValueError for sizes that no schedule exists for, and say which would do."""
     if min(pp_size, vpp_size, num_microbatches) < 1:
         raise ValueError(
             f"pipeline size {pp_size}, virtual pipeline size {vpp_size} and number of microbatches {num_microbatches} "
@@ -185,10 +183,15 @@ def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: in
         raise ValueError(f"pipeline rank {pp_rank} is not part of a pipeline of {pp_size} stages")
     if vpp_size > 1 and pp_size == 1:
         raise ValueError(f"the interleaved schedule ({vpp_size} chunks per stage) needs more than one pipeline stage")
-    problem = group_problem(pp_size, num_microbatches, group_size)
-    if vpp_size > 1 and problem is not None:
+    if vpp_size > 1 and group_size < pp_size:
         raise ValueError(
-            f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups: {problem}; change "
-            "--global-batch-size, --micro-batch-size or --microbatch-group-size-per-virtual-pipeline-stage, or use one "
-            "chunk per stage"
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
+            "the pipeline: the first stage would wait for the last one"
+        )
+    if vpp_size > 1 and not groups_fit(num_microbatches, pp_size, group_size):
+        raise ValueError(
+            f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups of {group_size}, of "
+            f"which the last may be smaller, but not than the {pp_size} stages: {num_microbatches} microbatches leave "
+            f"{num_microbatches % group_size}; change --global-batch-size, --micro-batch-size or "
+            "--microbatch-group-size-per-virtual-pipeline-stage, or use one chunk per stage"
         )

@@ -1,6 +1,7 @@
 """Weight gradients, added straight into `param.main_grad` where a parameter has one.
 
-Contract with data parallelism: it may give a parameter `main_grad`, a view into its fp32 gradient buffer. The backward
+Contract with data parallelism: it may give a parameter `main_grad`, a view into its gradient buffer (fp32, or
+bf16 with --grad-reduce-in-bf16). The backward
 of a layer then adds into it and returns None, and autograd still runs the hooks of the parameter: no gradient tensor is
 ever allocated. Without `main_grad` the ordinary gradient is returned.
 """

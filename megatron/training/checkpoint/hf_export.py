@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.conversion.convert import convert
+from megatron.conversion.convert import Options, convert
 from megatron.conversion.files import Progress
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.reader import is_huggingface
@@ -38,10 +39,12 @@ def save_hf(run: Run) -> None:
     """
     assert run.config.checkpoint.save_hf is not None
     directory = Path(run.config.checkpoint.save_hf)
+    flags = run.config.tokenizer
+    own = tuple(Path(name) for name in (flags.tokenizer_model, flags.vocab_file, flags.merge_file) if name is not None)
     _begin_anew(run, directory)
     common = {key: value for key, value in common_state(run).items() if key not in ("optimizer", "opt_param_scheduler")}
     try:
-        save(model_state(run), directory, common=common, rewrite=_rewrite_as_hf)
+        save(model_state(run), directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
@@ -56,5 +59,5 @@ def _begin_anew(run: Run, directory: Path) -> None:
     dist.barrier()
 
 
-def _rewrite_as_hf(directory: Path, progress: Progress) -> None:
-    replace_files(directory, lambda made: convert(directory, made, "hf", progress=progress))
+def _rewrite_as_hf(options: Options, directory: Path, progress: Progress) -> None:
+    replace_files(directory, lambda made: convert(directory, made, "hf", options=options, progress=progress))

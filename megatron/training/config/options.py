@@ -128,8 +128,6 @@ class PipelineLayoutConfig:
     pipeline_model_parallel_layout: str | None = flag(None)
     """What stands on every chunk, in Megatron-LM's notation, such as Et*3|(tt|)*6L: E embedding, t layer, L loss; |
     ends a chunk, and *n repeats."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None)
-    """Micro batches that the interleaved schedule sends through a chunk in a row. Default: one for every stage."""
 
 
 @dataclass

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
 from megatron.core.parallel_state import ParallelConfig
-from megatron.core.pipeline_parallel.layout import parse_layout, pipeline_layer_ranges
-from megatron.core.pipeline_parallel.schedules import group_problem
+from megatron.core.pipeline_parallel import groups_fit, pipeline_layer_ranges
+from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import raise_problems
 from megatron.training.checkpoint.args import read_stored_args, with_stored_args
@@ -290,15 +292,22 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     training.global_batch_size = batches.global_batch_size
     if config.parallel.vpp_size == 1:
         return
-    group_size = config.pipeline_layout.microbatch_group_size_per_virtual_pipeline_stage or pp_size
-    for size in batches.sizes():
-        problem = group_problem(pp_size, size // batches.samples_per_microbatch, group_size)
-        if problem is not None:
-            yield (
-                f"the interleaved schedule with a global batch of {size} / ({training.micro_batch_size} per micro "
-                f"batch x {dp_size} replicas): {problem}"
-            )
-            return
+    group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
+    if group_size < pp_size:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
+            "the pipeline: the first stage would wait for the last one"
+        )
+        return
+    counts = {size: size // batches.samples_per_microbatch for size in batches.sizes()}
+    wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
+    if wrong:
+        yield (
+            f"the interleaved schedule runs micro batches in groups of {group_size}, the last one of at least "
+            f"{pp_size}, the number of pipeline stages, but a global batch of {' or '.join(map(str, wrong[:3]))} / "
+            f"({training.micro_batch_size} per micro batch x {dp_size} replicas) has "
+            f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
+        )
 
 
 def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
@@ -309,6 +318,11 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
             f"--eval-global-batch-size {size} is not a multiple of micro batch size {training.micro_batch_size} x "
             f"data-parallel size {dp_size}"
         )
+
+
+def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
+    if config.ddp.grad_reduce_in_bf16 and config.model.params_dtype != torch.bfloat16:
+        yield "--grad-reduce-in-bf16 needs --bf16: gradients of an fp32 or fp16 model are reduced in fp32"
 
 
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
@@ -375,8 +389,9 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
-    (_check_batches, "training parallel pipeline_layout data"),
+    (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),
+    (_check_gradients, "model ddp"),
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
     (_check_checkpoint, "training checkpoint"),

@@ -47,7 +47,6 @@ def run_shape(config: Config, world_size: int, model_provider: ModelProvider) ->
         seq_length=config.data.seq_length,
         micro_batch_size=config.training.micro_batch_size,
         num_microbatches=batches.global_batch_size // batches.samples_per_microbatch,
-        group_size=config.pipeline_layout.microbatch_group_size_per_virtual_pipeline_stage,
         vocab_divisor=config.tokenizer.make_vocab_size_divisible_by,
         data_mask=config.data.reset_attention_mask,
         saves_optimizer=not config.checkpoint.no_save_optim,
@@ -209,8 +208,8 @@ def _model(config: Config) -> str:
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
     return (
-        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), {heads}, "
-        f"{model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), "
+        f"{heads}, {model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
     )
 
 

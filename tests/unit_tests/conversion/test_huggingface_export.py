@@ -202,7 +202,7 @@ def test_an_interrupted_export_is_no_model(tmp_path: Path) -> None:
 
 def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     source = HuggingFaceSource(LLAMA_GOLDEN)
-    write_huggingface(source, tmp_path / "hf")
+    write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(trusted=(LLAMA_GOLDEN,)))
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     for name in names:
         assert (tmp_path / "hf" / name).read_bytes() == (LLAMA_GOLDEN / name).read_bytes()
@@ -224,7 +224,7 @@ def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> 
     )
     args = LLAMA_ARGS | {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    assert write_huggingface(source, tmp_path / "hf") == []
+    assert write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(trusted=(tmp_path,))) == []
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (processor.bos_id(), processor.eos_id())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -237,7 +237,8 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path)
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    assert "would not split text as its SentencePiece model" in write_huggingface(source, tmp_path / "hf")[0]
+    given = HuggingFaceOptions(tokenizer=tmp_path / "t.model")
+    assert "would not split text as its SentencePiece model" in write_huggingface(source, tmp_path / "hf", given)[0]
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (tmp_path / "t.model").read_bytes()
 
 
@@ -260,9 +261,12 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     args = GPT_ARGS | {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
-    write_huggingface(random_source(args, optimizer=False), tmp_path / "hf")
+    trusted = HuggingFaceOptions(trusted=(tmp_path,))
+    write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("abc").input_ids == [26, 2]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 66
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "merges.txt").unlink()
-    assert "merges.txt is not here" in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf")[0]
+    assert (
+        "merges.txt is not here" in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)[0]
+    )

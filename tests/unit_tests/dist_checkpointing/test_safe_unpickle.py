@@ -127,11 +127,13 @@ def test_mapped_tensors_cost_no_memory_before_use(tmp_path):
     assert resident() - before < 16 << 20
 
 
-def test_cycles_and_shared_containers():
+def test_shared_containers_stay_shared_and_cycles_are_refused():
     shared = [torch.ones(2)]
-    shared.append(shared)
     loaded = safe_load(saved({"x": shared, "y": shared}))
-    assert loaded["x"] is loaded["y"] and loaded["x"][1] is loaded["x"]
+    assert loaded["x"] is loaded["y"] and torch.equal(loaded["x"][0], torch.ones(2))
+    shared.append(shared)
+    with pytest.raises(CheckpointError, match="a container holds itself"):
+        safe_load(saved({"x": shared}))
 
 
 @pytest.fixture

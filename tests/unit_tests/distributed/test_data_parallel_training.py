@@ -103,6 +103,19 @@ def test_sharding_changes_no_bit(pool, dtype):
     assert sharded[0]["norms"] == pytest.approx(replicated[0]["norms"], rel=1e-6)
 
 
+def test_reduction_in_bf16(pool):
+    """Half as many bytes, no other mathematics: all ways to reduce agree bitwise, and follow the run that uses fp32."""
+    config = {**ADAM, "clip_grad": 0.0}
+    in_fp32 = pool.run(train, 2, SHARDED, config, 8, 2, torch.bfloat16)
+    names = ("all-reduce", "all-reduce overlapped", "sharded", "sharded, both overlapped")
+    ways = [{**VARIANTS[name], "grad_reduce_in_bf16": True} for name in names]
+    expected, *others = (pool.run(train, 2, way, config, 8, 2, torch.bfloat16) for way in ways)
+    for runs in others:
+        assert_same(runs[0]["params"], expected[0]["params"])
+    assert expected[0]["norms"] != in_fp32[0]["norms"]
+    assert mean(expected, "losses").tolist() == pytest.approx(mean(in_fp32, "losses").tolist(), rel=2e-2)
+
+
 def test_sharded_sgd(pool):
     config = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
     runs = pool.run(train, 4, VARIANTS["sharded, both overlapped"], config, STEPS, 1)

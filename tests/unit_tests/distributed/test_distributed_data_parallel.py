@@ -45,6 +45,24 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
         assert param.grad is None
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_grad_reduce_in_bf16_accumulates_in_bf16_and_hands_on_fp32(overlap):
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, ddp_bucket_size=600, grad_reduce_in_bf16=True)
+    chunk, _ = build(ONE, config, dtype=torch.bfloat16)
+    backward_pass(chunk, 0, count=4)
+    chunk.finish_grad_sync()
+    model = plain_model(torch.bfloat16)
+    for tokens, labels in microbatches(0, Axis(), 4):
+        (model(tokens, labels) / 4).backward()  # autograd adds up in bf16, too
+    expected = dict(model.named_parameters())
+    for name, param in chunk.module.named_parameters():
+        assert param.main_grad.dtype == torch.bfloat16
+        assert torch.equal(param.main_grad, expected[name].grad), name
+    for bucket in chunk.buckets:
+        assert bucket.grad_shard.dtype == torch.float32
+        assert torch.equal(bucket.grad_shard, bucket.grad_data.float())
+
+
 def test_parameters_and_gradients_are_views_of_the_buffers():
     chunk, _ = build(ONE, DistributedDataParallelConfig(ddp_bucket_size=600), tied=False)
     (buffer,) = chunk.flat_buffers

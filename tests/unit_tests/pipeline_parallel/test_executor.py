@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,11 @@ def make_stage(world_size: int, layout: tuple, num_microbatches: int, dtype: tor
 
 
 def run_pipeline(
-    rank: int, world_size: int, layout: tuple, num_microbatches: int, dtype: torch.dtype, forward_only: bool = False
+    rank: int, world_size: int, layout: tuple, num_microbatches: int, dtype: torch.dtype, **options: object
 ) -> tuple:
     stage = make_stage(world_size, layout, num_microbatches, dtype)
-    stage.run(forward_only=forward_only)
-    if forward_only:
+    stage.run(**options)
+    if options.get("forward_only"):
         assert not any(loss.requires_grad for loss in stage.losses)
     return torch.stack(stage.losses).detach() if stage.losses else None, stage.gradients()
 
@@ -145,9 +146,16 @@ def test_two_pipelines_side_by_side(pool):
     compare(pool, (4, 2), 4, 4, torch.float32)
 
 
-def compare(pool, layout: tuple, world_size: int, num_microbatches: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_microbatches,group_size", [(5, 3), (8, 4)])
+def test_groups_larger_than_the_pipeline(pool, num_microbatches, group_size):
+    compare(pool, (4, 2, 2), 2, num_microbatches, torch.float32, group_size)
+
+
+def compare(
+    pool, layout: tuple, world_size: int, num_microbatches: int, dtype: torch.dtype, group_size: int | None = None
+) -> None:
     [(losses, expected)] = pool.run(run_serial, 1, layout[0], num_microbatches, dtype)
-    results = pool.run(run_pipeline, world_size, layout, num_microbatches, dtype)
+    results = pool.run(partial(run_pipeline, group_size=group_size), world_size, layout, num_microbatches, dtype)
     seen = set()
     for pipeline_losses, actual in results:
         assert pipeline_losses is None or torch.equal(pipeline_losses, losses)
@@ -162,7 +170,7 @@ def compare(pool, layout: tuple, world_size: int, num_microbatches: int, dtype: 
 @pytest.mark.parametrize("layout", [(4, 2), (4, 2, 2), (5, 4, 1, 2)], ids=str)
 def test_forward_only_computes_losses_and_nothing_else(pool, layout):
     [(losses, _)] = pool.run(run_serial, 1, layout[0], 6, torch.float32)
-    results = pool.run(run_pipeline, layout[1], layout, 6, torch.float32, True)
+    results = pool.run(partial(run_pipeline, forward_only=True), layout[1], layout, 6, torch.float32)
     assert torch.equal(results[-1][0], losses)
     assert all(grad is None for _, grads in results for grad in grads.values())
 

@@ -16,8 +16,21 @@ def microbatch_counts(pp: int, vpp: int) -> list[int]:
     return list(range(pp, 33, pp))
 
 
-def ticks_of(pp: int, vpp: int, m: int, forward_only: bool = False) -> list[list[Tick]]:
-    return [list(schedule(rank, pp, vpp, m, forward_only)) for rank in range(pp)]
+def groups(pp: int, vpp: int) -> list[tuple[int, int]]:
+    """(microbatches, group size) with groups larger than the pipeline, also with a smaller last one."""
+    if vpp == 1:
+        return []
+    return [
+        (m, g) for g in (pp, pp + 1, 2 * pp + 1) for m in (g, g + pp, 3 * g, 2 * g + pp + 1, pp) if _possible(m, g, pp)
+    ]
+
+
+def _possible(m: int, g: int, pp: int) -> bool:
+    return m % g == 0 or m % g >= pp
+
+
+def ticks_of(pp: int, vpp: int, m: int, forward_only: bool = False, group: int | None = None) -> list[list[Tick]]:
+    return [list(schedule(rank, pp, vpp, m, forward_only, group)) for rank in range(pp)]
 
 
 def ranks_of(pp: int, vpp: int) -> Iterator[tuple[int, int, list[Tick]]]:
@@ -31,21 +44,22 @@ def actions_of(ticks: list[Tick]) -> list[Action]:
     return [tick.action for tick in ticks if tick.action]
 
 
-def textbook_warmup(rank: int, pp: int, vpp: int) -> int:
+def textbook_warmup(rank: int, pp: int, vpp: int, size: int | None = None) -> int:
     """Forward passes before the first pair (forward, backward), Narayanan et al. 2021."""
-    return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
+    return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (size or pp)
 
 
-def textbook_order(rank: int, pp: int, vpp: int, m: int) -> list[Action]:
+def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None) -> list[Action]:
     """Warmup, pairs, cooldown as an explicit loop."""
     count = m * vpp
+    size = size or pp if vpp > 1 else m
     visits = [
         (chunk, microbatch)
-        for group in range(0, m, pp if vpp > 1 else m)
+        for group in range(0, m, size)
         for chunk in range(vpp)
-        for microbatch in range(group, group + (pp if vpp > 1 else m))
+        for microbatch in range(group, min(group + size, m))
     ]
-    warmup = min(textbook_warmup(rank, pp, vpp), count)
+    warmup = min(textbook_warmup(rank, pp, vpp, min(size, m)), count)
     forward = [Action("forward", chunk, microbatch) for chunk, microbatch in visits]
     backward = [Action("backward", vpp - 1 - chunk, microbatch) for chunk, microbatch in visits]
     pairs = zip(forward[warmup:], backward, strict=False)
@@ -93,6 +107,21 @@ def test_activations_in_flight(pp, vpp):
     for m, rank, ticks in ranks_of(pp, vpp):
         textbook = pp - rank if vpp == 1 else (vpp - 1) * pp + 2 * (pp - rank) - 1
         assert peak_in_flight(actions_of(ticks)) == min(textbook, m * vpp)
+
+
+@pytest.mark.parametrize("pp,vpp", [(2, 2), (3, 3), (4, 2), (5, 4)])
+def test_groups_larger_than_the_pipeline(pp, vpp):
+    for m, size in groups(pp, vpp):
+        ticks = ticks_of(pp, vpp, m, group=size)
+        for mode in ("rendezvous", "overlap", "buffered"):
+            traces = simulate(ticks, mode, forward=1.0, backward=2.0)
+            assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (pp, vpp, m, size, mode)
+            assert max(trace.peak_unused_inputs for trace in traces) <= 2 + 2 * (size - pp), (pp, vpp, m, size, mode)
+        for rank in range(pp):
+            actions = actions_of(ticks[rank])
+            assert actions == textbook_order(rank, pp, vpp, m, size)
+            in_flight = (vpp - 1) * min(size, m) + 2 * (pp - rank) - 1
+            assert peak_in_flight(actions) == min(in_flight, m * vpp)
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
@@ -181,7 +210,9 @@ def test_the_simulator_sees_messages_in_wrong_order():
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ((0, 2, 2, 3), "3 microbatches are not a multiple of 2"),
+        ((0, 2, 2, 3), "3 microbatches leave 1"),
+        ((0, 4, 2, 8, False, 3), "stage 3 must be at least the 4 stages"),
+        ((0, 4, 2, 13, False, 5), "groups of 5, .* not than the 4 stages: 13 microbatches leave 3"),
         ((0, 1, 2, 2), "needs more than one pipeline stage"),
         ((2, 2, 1, 2), "pipeline rank 2 is not part of a pipeline of 2"),
         ((0, 2, 1, 0), "number of microbatches 0 must be positive"),
@@ -190,36 +221,3 @@ def test_the_simulator_sees_messages_in_wrong_order():
 def test_impossible_sizes_are_explained(arguments, message):
     with pytest.raises(ValueError, match=message):
         next(schedule(*arguments))
-
-
-GROUPS = [(2, 2, 3, 6), (2, 2, 5, 12), (3, 2, 4, 11), (4, 3, 5, 14), (2, 4, 8, 8), (4, 2, 6, 4)]
-
-
-@pytest.mark.parametrize("mode", ["rendezvous", "overlap", "buffered"])
-@pytest.mark.parametrize("pp,vpp,group,m", GROUPS)
-def test_longer_groups_of_microbatches(pp, vpp, group, m, mode):
-    """Megatron-LM's order: groups pass chunk by chunk, the last may be shorter; no deadlock, and the same bubble."""
-    ticks = [list(schedule(rank, pp, vpp, m, group_size=group)) for rank in range(pp)]
-    traces = simulate(ticks, mode, forward=1.0, backward=2.0)
-    assert max(trace.end for trace in traces) == (m * vpp + pp - 1) * 3.0
-    visits = [
-        (chunk, microbatch)
-        for start in range(0, m, group)
-        for chunk in range(vpp)
-        for microbatch in range(start, min(start + group, m))
-    ]
-    for rank in range(pp):
-        actions = actions_of(ticks[rank])
-        assert [(a.chunk, a.microbatch) for a in actions if a.kind == "forward"] == visits
-        assert [(vpp - 1 - a.chunk, a.microbatch) for a in actions if a.kind == "backward"] == visits
-        first_backward = next(i for i, action in enumerate(actions) if action.kind == "backward")
-        assert first_backward == min(2 * (pp - rank - 1) + (vpp - 1) * group + 1, m * vpp)
-
-
-@pytest.mark.parametrize(
-    ("group", "m", "message"),
-    [(2, 8, "shorter than the pipeline of 4"), (5, 8, "the last one, of 3,"), (4, 3, "3 microbatches")],
-)
-def test_groups_that_no_schedule_exists_for(group, m, message):
-    with pytest.raises(ValueError, match=message):
-        list(schedule(0, 4, 2, m, group_size=group))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.mapping import Shape
 
 
@@ -39,12 +39,25 @@ class FileTensor:
         return self.read_flat(0, self.numel()).view(self.shape)
 
 
+class Budget:
+    """How much may be copied while a file of `nbytes` is opened: else many views of one value fill the memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = 65536 + 4 * nbytes
+
+    def charge(self, amount: int) -> None:
+        self._left -= amount
+        if self._left < 0:
+            raise UnsafePickleError("it copies far more than it holds")
+
+
 class FileStorage(NamedTuple):
     """What a tensor views: `nbytes` from byte `position` of a file."""
 
     path: Path
     position: int
     nbytes: int
+    budget: Budget
 
     def tensor(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> FileTensor | torch.Tensor:
         """The view of this storage; read at once if it is not row-major, which no checkpoint of a model needs."""
@@ -52,6 +65,7 @@ class FileStorage(NamedTuple):
         if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
             return FileTensor(self.path, self.position + offset * dtype.itemsize, dtype, shape)
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        self.budget.charge(span * dtype.itemsize)
         return whole.read_flat(offset, span).as_strided(shape, stride)
 
 

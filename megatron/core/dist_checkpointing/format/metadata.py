@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.unpickler import safe_loads
+from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, file_name, printable, shown
+from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
 from megatron.core.dist_checkpointing.mapping import Shape
 
 
@@ -100,38 +102,58 @@ def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
     except CheckpointError:
         raise
     except Exception as error:  # the pickle is intact, its content is not
-        reason = f"{type(error).__name__}: {error}"
+        reason = printable(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(f"{where}: not the metadata of a distributed checkpoint ({reason})") from error
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
     locations: dict[tuple[str, Shape | None], Location] = {}
+    files: set[str] = set()
     for index, info in root["storage_data"].items():
+        key = index.state["fqn"]
         if info.state.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {index.state['fqn']} was written through DCP extensions (compression)")
-        offset = index.state.get("offset")
+            raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
         location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        if "/" in location.file or min(location[1:]) < 0:
-            raise CheckpointError(f"{where}: {index.state['fqn']} is said to be at {tuple(location)}")
-        locations[index.state["fqn"], None if offset is None else tuple(offset)] = location
+        if location.file not in files:
+            files.add(file_name(location.file, f"{where}: the file of {shown(key)}"))
+        COUNT(location.position, f"{where}: the place of {shown(key)}")
+        COUNT(location.length, f"{where}: the length of {shown(key)}")
+        offset = index.state.get("offset")
+        locations[key, None if offset is None else _shape(offset, key, where)] = location
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
+        check_key(key, f"{where}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
             result.objects[key] = locations[key, None]
             continue
-        tensor = StoredTensor(tuple(entry.state["size"]), _dtype_of(entry.state["properties"]))
+        tensor = StoredTensor(_shape(entry.state["size"], key, where), _dtype_of(entry.state["properties"]))
         for chunk in entry.state["chunks"]:
-            offset, shape = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+            offset, shape = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
+            if len(offset) != len(tensor.shape) or len(shape) != len(tensor.shape):
+                raise CheckpointError(
+                    f"{where}: {shown(key)} of shape {tensor.shape} has a chunk at {offset} of {shape}"
+                )
             tensor.chunks.append(StoredChunk(offset, shape, locations[key, offset]))
         result.tensors[key] = tensor
     known = {"state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans"}
     result.extra = {name: value for name, value in root.items() if name not in known}
+    check_bounded(result.extra, where)
     return result
+
+
+def _shape(value: Any, key: str, where: str) -> Shape:
+    if (
+        not isinstance(value, list | tuple)
+        or len(value) > MAX_RANK
+        or not all(type(n) is int and n >= 0 for n in value)
+    ):
+        raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
+    return tuple(value)
 
 
 def _dtype_of(properties: Placeholder) -> torch.dtype:
     state = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype {dtype!r:.60}")
+        raise TypeError(f"dtype {shown(dtype)}")
     return dtype

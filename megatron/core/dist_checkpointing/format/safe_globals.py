@@ -10,27 +10,37 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import math
 import pathlib
 import signal
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.errors import UnsafePickleError
-from megatron.core.dist_checkpointing.format.lazy_tensor import FileStorage, FileTensor
+from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage, FileTensor
+from megatron.core.dist_checkpointing.format.schema import MAX_RANK, printable, shown
 
-Walk = Callable[[Any], Any]
 StorageOf = Callable[["StorageRef"], torch.Tensor | FileStorage]
+
+
+class Resolver(Protocol):
+    """What a stub needs to become what it stands for."""
+
+    storage: StorageOf
+    budget: Budget
+
+    def walk(self, value: Any) -> Any: ...
 
 
 class _SealedType(type):
     """Classes on which a pickle cannot set attributes."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
-        raise UnsafePickleError(f"a pickle tries to set {cls.__name__}.{name}")
+        raise UnsafePickleError(f"a pickle tries to set {shown(name)} of a class")
 
     __delattr__ = __setattr__  # type: ignore[assignment]
 
@@ -41,41 +51,46 @@ class Placeholder(metaclass=_SealedType):
     Compared by identity: hashing contents would let a file make dictionaries of placeholders quadratic.
     """
 
+    __slots__ = ("args", "items", "state")
     args: tuple[Any, ...]
     state: Any
-    items: list[Any]
+    items: list[Any] | tuple[()]  # of a subclass of list or dict
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Placeholder:
         self = object.__new__(cls)
-        vars(self).update(args=args, state=kwargs or None, items=[])
+        self.args, self.state, self.items = args, kwargs or None, ()
         return self
 
     def __setstate__(self, state: Any) -> None:
-        vars(self)["state"] = state
+        self.state = state
 
-    def append(self, item: Any) -> None:  # a subclass of list
-        self.items.append(item)
+    def append(self, item: Any) -> None:
+        self.extend((item,))
 
     def extend(self, items: Any) -> None:
+        if not self.items:
+            self.items = []
         self.items.extend(items)
 
-    def __setitem__(self, key: Any, item: Any) -> None:  # a subclass of dict
-        self.items.append((key, item))
+    def __setitem__(self, key: Any, item: Any) -> None:
+        self.append((key, item))
 
     def __repr__(self) -> str:
-        arguments = ", ".join(map(repr, self.args)) + ("" if self.state is None else f", {self.state!r}")
-        return f"<{type(self).__module__}.{type(self).__qualname__}({arguments})>"
+        """Name and arguments; never what these contain."""
+        return (
+            f"<{printable(f'{type(self).__module__}.{type(self).__qualname__}')}({', '.join(map(shown, self.args))})>"
+        )
 
 
 @lru_cache(maxsize=4096)
 def placeholder_type(module: str, name: str) -> type[Placeholder]:
-    return _SealedType(name, (Placeholder,), {"__module__": module})  # type: ignore[return-value]
+    return _SealedType(name, (Placeholder,), {"__module__": module, "__slots__": ()})  # type: ignore[return-value]
 
 
 class Stub(metaclass=_SealedType):
     """Stands for a value that is built after the pickle has ended."""
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> Any:
+    def resolve(self, resolver: Resolver) -> Any:
         raise NotImplementedError
 
 
@@ -89,7 +104,7 @@ class StorageKind:
         object.__setattr__(self, "dtype", dtype)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise UnsafePickleError(f"a pickle tries to set {name} of a storage class")
+        raise UnsafePickleError(f"a pickle tries to set {shown(name)} of a storage class")
 
 
 class StorageRef:
@@ -104,23 +119,42 @@ class StorageRef:
         raise UnsafePickleError("a pickle tries to set the state of a storage")
 
 
-class _Function:
+class Function:
     """A function that a pickle may call; nothing can be set on it."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_budget", "_call")
     _call: Callable[..., Any]
+    _budget: Budget | None
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], budget: Budget | None = None) -> None:
         object.__setattr__(self, "_call", call)
+        object.__setattr__(self, "_budget", budget)
+
+    def charged(self, budget: Budget) -> Function:
+        """The same function for one pickle: what it may copy is bounded."""
+        return Function(self._call, budget)
 
     def __call__(self, *args: Any) -> Any:
+        if self._budget is not None:
+            self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _SIZED)))
         return self._call(*args)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise UnsafePickleError(f"a pickle tries to set {name} of a function")
+        raise UnsafePickleError(f"a pickle tries to set {shown(name)} of a function")
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise UnsafePickleError("a pickle tries to set the state of a function")
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_SMALL = 65536  # elements that a tensor may have beyond those of its storage
+
+
+def _extents(value: Any) -> tuple[int, ...]:
+    """A shape or strides."""
+    if not isinstance(value, tuple | list) or len(value) > MAX_RANK or not all(type(n) is int for n in value):
+        raise UnsafePickleError(f"a tensor of shape or strides {shown(value)}")
+    return tuple(value)
 
 
 class TensorStub(Stub):
@@ -134,16 +168,17 @@ class TensorStub(Stub):
 
     def __init__(self, storage: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> None:
         if not isinstance(storage, StorageRef):
-            raise UnsafePickleError(f"a tensor over {type(storage).__name__} instead of a storage")
-        self.__dict__.update(storage=storage, offset=offset, shape=tuple(shape), stride=tuple(stride), dtype=dtype)
+            raise UnsafePickleError(f"a tensor over {shown(storage)} instead of a storage")
+        shape, stride = _extents(shape), _extents(stride)
+        if type(offset) is not int or len(shape) != len(stride):
+            raise UnsafePickleError(f"a tensor with offset {shown(offset)}, shape {shape}, strides {stride}")
+        self.__dict__.update(storage=storage, offset=offset, shape=shape, stride=stride, dtype=dtype)
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise UnsafePickleError("a pickle tries to set the state of a tensor")
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> torch.Tensor | FileTensor:
-        if storage is None:
-            raise UnsafePickleError("a tensor where none can be")
-        data, dtype, shape = storage(self.storage), self.dtype, self.shape
+    def resolve(self, resolver: Resolver) -> torch.Tensor | FileTensor:
+        data, dtype, shape = resolver.storage(self.storage), self.dtype, self.shape
         if min((self.offset, *shape, *self.stride), default=0) < 0:
             raise ValueError(f"tensor with offset {self.offset}, shape {shape}, strides {self.stride}")
         if 0 in shape:
@@ -153,12 +188,11 @@ class TensorStub(Stub):
         last = self.offset + sum((n - 1) * s for n, s in zip(shape, self.stride, strict=True))
         if last >= numel:
             raise ValueError(f"tensor of shape {shape} at {self.offset} exceeds its storage of {numel} elements")
+        if math.prod(shape) > max(numel, _SMALL):
+            raise ValueError(f"tensor of shape {shape} repeats the {numel} elements of its storage")
         if isinstance(data, FileStorage):
             return data.tensor(dtype, self.offset, shape, self.stride)
-        data = data[: numel * dtype.itemsize]
-        if data.storage_offset() % dtype.itemsize or data.data_ptr() % dtype.itemsize:
-            data = data.clone()
-        typed = data.view(dtype)
+        typed = data[: numel * dtype.itemsize].view(dtype)
         return typed.as_strided(shape, self.stride, typed.storage_offset() + self.offset)
 
 
@@ -168,21 +202,28 @@ def _tensor_v2(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> T
 
 def _tensor_v3(storage: Any, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
-        raise UnsafePickleError(f"a tensor of dtype {dtype!r:.60}")
+        raise UnsafePickleError(f"a tensor of dtype {shown(dtype)}")
     return TensorStub(storage, offset, shape, stride, dtype)
 
 
 def _same_tensor(data: Any, *_: Any) -> TensorStub:
     """A parameter, or a tensor that carries Python attributes: only its values matter."""
     if not isinstance(data, TensorStub):
-        raise UnsafePickleError(f"a parameter over {type(data).__name__}")
+        raise UnsafePickleError(f"a parameter over {shown(data)}")
     return data
 
 
 def _tensor_with_attributes(function: Any, kind: Any, args: Any, state: Any) -> TensorStub:
-    if not isinstance(function, _Function):
-        raise UnsafePickleError(f"a tensor rebuilt by {function!r:.60}")
+    if not isinstance(function, Function):
+        raise UnsafePickleError(f"a tensor rebuilt by {shown(function)}")
     return _same_tensor(function(*args))
+
+
+def _content(data: Any) -> bytes:
+    """Of an array; old pickles have it as text."""
+    if not isinstance(data, str | bytes | bytearray):
+        raise UnsafePickleError(f"an array of {shown(data)}")
+    return data.encode("latin1") if isinstance(data, str) else bytes(data)
 
 
 class _ArrayStub(Stub):
@@ -193,15 +234,14 @@ class _ArrayStub(Stub):
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        self.__dict__.update(shape=shape, dtype=dtype, data=data, fortran=fortran)
+        self.__dict__.update(shape=_extents(shape), dtype=dtype, data=_content(data), fortran=fortran)
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> np.ndarray:
+    def resolve(self, resolver: Resolver) -> np.ndarray:
         fields = vars(self)
         if not isinstance(fields["dtype"], _DtypeStub):
-            raise UnsafePickleError(f"a numpy array of dtype {fields['dtype']!r:.60}")
-        data = fields["data"].encode("latin1") if isinstance(fields["data"], str) else bytes(fields["data"])
-        array = np.frombuffer(data, fields["dtype"].dtype)
-        shape = tuple(fields["shape"])
+            raise UnsafePickleError(f"a numpy array of dtype {shown(fields['dtype'])}")
+        resolver.budget.charge(len(fields["data"]))
+        array, shape = np.frombuffer(fields["data"], fields["dtype"].dtype), fields["shape"]
         return (array.reshape(shape[::-1]).T if fields["fortran"] else array.reshape(shape)).copy()
 
 
@@ -209,9 +249,9 @@ class _DtypeStub(Stub):
     """A numpy dtype of plain numbers or text."""
 
     def __init__(self, name: Any, *_: Any) -> None:
-        dtype = np.dtype(str(name))
+        dtype = np.dtype(name if type(name) is str and len(name) < 32 and "," not in name else "V")
         if dtype.kind not in "biufcSU":
-            raise UnsafePickleError(f"numpy dtype {name!r:.60}")
+            raise UnsafePickleError(f"numpy dtype {shown(name)}")
         self.__dict__["dtype"] = dtype
 
     def __setstate__(self, state: Any) -> None:
@@ -220,45 +260,81 @@ class _DtypeStub(Stub):
 
     dtype: np.dtype
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> np.dtype:
+    def resolve(self, resolver: Resolver) -> np.dtype:
         return self.dtype
 
 
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
     if not isinstance(dtype, _DtypeStub):
-        raise UnsafePickleError(f"a numpy scalar of dtype {dtype!r:.60}")
-    data = data.encode("latin1") if isinstance(data, str) else data
-    return np.frombuffer(data, dtype.dtype)[0]
+        raise UnsafePickleError(f"a numpy scalar of dtype {shown(dtype)}")
+    return np.frombuffer(_content(data), dtype.dtype)[0]
 
 
 class _NamespaceStub(Stub):
     """`argparse.Namespace`, where Megatron-LM keeps its arguments."""
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["state"] = dict(state)
+        if type(state) is not dict or not all(type(name) is str for name in state):
+            raise UnsafePickleError(f"arguments that are {shown(state)}")
+        self.__dict__["state"] = state
 
-    def resolve(self, walk: Walk, storage: StorageOf | None) -> argparse.Namespace:
+    def resolve(self, resolver: Resolver) -> argparse.Namespace:
         namespace = argparse.Namespace()
-        vars(namespace).update({str(name): walk(value) for name, value in vars(self).get("state", {}).items()})
+        vars(namespace).update({name: resolver.walk(value) for name, value in vars(self).get("state", {}).items()})
         return namespace
 
 
 def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
     """How protocols 0 and 1 make instances."""
     if not (isinstance(kind, _SealedType) and issubclass(kind, (Placeholder, _NamespaceStub))):
-        raise UnsafePickleError(f"an instance of {kind!r:.60}")
+        raise UnsafePickleError(f"an instance of {shown(kind)}")
     return kind()
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
-        raise UnsafePickleError(f"_codecs.encode with {encoding!r:.60}")
+        raise UnsafePickleError(f"_codecs.encode with {shown(encoding)}")
     return text.encode(encoding)
 
 
-def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
-    return bytearray(data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data)))
+def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
+    return bytearray(_encode(data, encoding) if isinstance(data, str) else _content(data))
+
+
+_FLAT = (int, float, bool, str, bytes, type(None), torch.dtype)
+
+
+def _hashable(values: Iterable[Any]) -> list[Any]:
+    """Members of a set, keys of a dictionary: plain values, and a few flat tuples of them."""
+    members, odd = list(values), 0
+    for value in members:
+        if type(value) in _FLAT and not (type(value) is int and value.bit_length() > 64):
+            continue
+        odd += 1
+        if odd > 1000 or type(value) is not tuple or not all(type(item) in _FLAT for item in value):
+            raise UnsafePickleError(f"a set or dictionary with {shown(value)} in it")
+    return members
+
+
+def _dict(kind: type[dict], *args: Any) -> dict[Any, Any]:
+    """Of a dictionary or of pairs."""
+    if not args or type(args[0]) is dict:
+        return kind(*args)
+    pairs = [tuple(pair) for pair in args[0]]
+    _hashable(pair[0] for pair in pairs)
+    return kind(pairs)
+
+
+def _of(make: Callable[..., Any], *kinds: type) -> Function:
+    """A function of short values of these types."""
+
+    def call(*args: Any) -> Any:
+        if not all(type(arg) in kinds and (type(arg) is not str or len(arg) <= 4096) for arg in args):
+            raise UnsafePickleError(f"a call with {', '.join(map(shown, args))}")
+        return make(*args)
+
+    return Function(call)
 
 
 _STORAGES = {
@@ -271,38 +347,38 @@ SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     **{("torch", name): kind for name, kind in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
     ("torch", "UntypedStorage"): StorageKind(torch.uint8),
-    ("torch", "Size"): _Function(lambda extents=(): torch.Size(tuple(extents))),
-    ("torch", "device"): _Function(lambda *args: torch.device(*args)),
+    ("torch", "Size"): Function(lambda extents=(): torch.Size(_extents(extents))),
+    ("torch", "device"): _of(torch.device, str, int),
     ("torch", "Tensor"): placeholder_type("torch", "Tensor"),
     ("torch.nn.parameter", "Parameter"): placeholder_type("torch.nn.parameter", "Parameter"),
-    ("torch._utils", "_rebuild_tensor"): _Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): _Function(_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): _Function(_same_tensor),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Function(_same_tensor),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_tensor_with_attributes),
-    ("torch.serialization", "_get_layout"): _Function(lambda name: str(name)),
+    ("torch._utils", "_rebuild_tensor"): Function(_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): Function(_same_tensor),
+    ("torch._utils", "_rebuild_parameter_with_state"): Function(_same_tensor),
+    ("torch._tensor", "_rebuild_from_type_v2"): Function(_tensor_with_attributes),
+    ("torch.serialization", "_get_layout"): _of(str, str),
     ("numpy", "dtype"): _DtypeStub,
     ("numpy", "ndarray"): placeholder_type("numpy", "ndarray"),
-    ("numpy.core.multiarray", "_reconstruct"): _Function(lambda *args: _ArrayStub()),
-    ("numpy.core.multiarray", "scalar"): _Function(_numpy_scalar),
+    ("numpy.core.multiarray", "_reconstruct"): Function(lambda *args: _ArrayStub()),
+    ("numpy.core.multiarray", "scalar"): Function(_numpy_scalar),
     ("argparse", "Namespace"): _NamespaceStub,
-    ("builtins", "set"): _Function(lambda items=(): set(items)),
-    ("builtins", "frozenset"): _Function(lambda items=(): frozenset(items)),
-    ("builtins", "complex"): _Function(lambda *args: complex(*args)),
-    ("builtins", "bytearray"): _Function(_bytearray),
-    ("builtins", "slice"): _Function(lambda *args: slice(*args)),
+    ("builtins", "set"): Function(lambda items=(): set(_hashable(items))),
+    ("builtins", "frozenset"): Function(lambda items=(): frozenset(_hashable(items))),
+    ("builtins", "complex"): _of(complex, int, float),
+    ("builtins", "bytearray"): Function(_bytearray),
+    ("builtins", "slice"): _of(slice, int, type(None)),
     ("builtins", "object"): placeholder_type("builtins", "object"),
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("collections", "defaultdict"): _Function(lambda factory=None, *args: dict(*args)),
-    ("collections", "deque"): _Function(lambda items=(), maxlen=None: list(items)),
-    ("copyreg", "_reconstructor"): _Function(_reconstructor),
-    ("_codecs", "encode"): _Function(_encode),
-    ("signal", "Signals"): _Function(lambda number: signal.Signals(number)),
-    ("datetime", "timedelta"): _Function(lambda *args: datetime.timedelta(*args)),
-    ("datetime", "datetime"): _Function(lambda *args: datetime.datetime(*args)),
+    ("collections", "OrderedDict"): Function(partial(_dict, collections.OrderedDict)),
+    ("collections", "defaultdict"): Function(lambda factory=None, *args: _dict(dict, *args)),
+    ("collections", "deque"): Function(lambda items=(), maxlen=None: list(items)),
+    ("copyreg", "_reconstructor"): Function(_reconstructor),
+    ("_codecs", "encode"): Function(_encode),
+    ("signal", "Signals"): _of(signal.Signals, int),
+    ("datetime", "timedelta"): _of(datetime.timedelta, int, float),
+    ("datetime", "datetime"): _of(datetime.datetime, int, bytes, str),
     **{
-        ("pathlib", name): _Function(lambda *parts: pathlib.PurePosixPath(*parts))
+        ("pathlib", name): _of(pathlib.PurePosixPath, str)
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")
     },
 }

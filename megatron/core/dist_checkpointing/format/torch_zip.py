@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import printable
 from megatron.core.dist_checkpointing.mapping import Shape
 
 ALIGNMENT = 64  # of raw data relative to the start of its archive; archives start at multiples of it, too
@@ -46,6 +47,7 @@ class Record(NamedTuple):
 
     header: int
     size: int
+    crc: int  # 0: none
 
 
 class TensorSlot:
@@ -184,7 +186,7 @@ class Archive:
     """The records of an archive of `length` bytes; `read(offset, size)` reads from it, `where` names it in errors."""
 
     def __init__(self, read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> None:
-        self._read = read
+        self._source = read
         self._length = length
         self._where = where
         self.records: dict[str, Record] = {}  # by name without the archive's top folder
@@ -211,7 +213,19 @@ class Archive:
         data = bytes(self._read(self.data_offset(name), self.records[name].size))
         if len(data) != self.records[name].size:
             raise self._damaged(f"record {name} is truncated")
+        self.check_crc(name, data)
         return data
+
+    def check_crc(self, name: str, data: bytes | memoryview) -> None:
+        """Raises CheckpointError unless `data` is what was written as record `name`, or nothing is known of that."""
+        if self.records[name].crc not in (0, zlib.crc32(data)):
+            raise self._damaged(f"record {printable(name)} does not have its CRC-32")
+
+    def _read(self, offset: int, size: int) -> bytes | memoryview:
+        """Less where the archive ends before."""
+        if offset > self._length:
+            raise self._damaged(f"it refers to byte {offset} of {self._length}")
+        return self._source(offset, min(size, self._length - offset))
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
@@ -245,14 +259,17 @@ class Archive:
         if signature != b"PK\1\2":
             raise self._damaged("its directory is garbled")
         if method != 0:
-            raise self._damaged(f"record {name} is compressed; torch.save never compresses")
+            raise self._damaged(f"record {printable(name)} is compressed; torch.save never compresses")
         wide = _zip64_values(extra)
         if size == _MAX32 and wide:
             size = wide.pop(0)
             wide = wide[1:] if fields[8] == _MAX32 else wide  # the compressed size is the same number
         if header == _MAX32 and wide:
             header = wide.pop(0)
-        self.records[name.partition("/")[2]] = Record(header, size)
+        name = name.partition("/")[2]
+        if name in self.records:
+            raise self._damaged(f"it has two records {printable(name)}")
+        self.records[name] = Record(header, size, fields[7])
         return position + name_size + extra_size + comment_size
 
 

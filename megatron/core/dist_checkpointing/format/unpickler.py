@@ -7,48 +7,69 @@ what it can do is decided by the globals it may name. Here a global is one of
 * for a class of another project (Megatron's enums, say): an inert `Placeholder` that remembers name and arguments;
 * anything else of the standard library, torch or numpy: `UnsafePickleError`, before anything was called.
 
-Tensors and arrays are built after the pickle has ended, so that no opcode ever sees one.
+Before it runs, `pickle_scan` has seen that it ends, and how much memory it takes. Tensors and arrays are built after
+the pickle has ended, so that no opcode ever sees one.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import math
 import mmap as mmap_module
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
-from megatron.core.dist_checkpointing.format.lazy_tensor import FileStorage
+from megatron.core.dist_checkpointing.format.input_files import open_regular
+from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage
+from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.safe_globals import (
     SAFE_GLOBALS,
+    Function,
     Placeholder,
     StorageKind,
+    StorageOf,
     StorageRef,
     Stub,
     TensorStub,
     placeholder_type,
 )
+from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, printable, shown
 from megatron.core.dist_checkpointing.format.torch_zip import Archive
 from megatron.core.dist_checkpointing.mapping import Shape
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
+_MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
+_UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
 # Records of save plans: read as placeholders, never used.
 _INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, placeholders: bool = True) -> None:
-        super().__init__(file, encoding="latin1")  # old pickles hold numpy bytes in latin-1 strings
+    def __init__(self, data: bytes, placeholders: bool = True) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin1")  # old pickles hold numpy bytes in latin-1 strings
         self._placeholders = placeholders
+        self._known: dict[tuple[str, str], Any] = {}
+        self.budget = Budget(len(data))
 
     def find_class(self, module: str, name: str) -> Any:
+        known = self._known.get((module, name))
+        if known is None:
+            if len(self._known) == _MAX_NAMES:
+                raise UnsafePickleError(f"its pickle names more than {_MAX_NAMES} classes and functions")
+            known = self._find(module, name)
+            known = self._known[module, name] = known.charged(self.budget) if isinstance(known, Function) else known
+        return known
+
+    def _find(self, module: str, name: str) -> Any:
         module = _OLD_MODULES.get(module, module)
         if module.startswith("torch.cuda"):
             module = "torch"  # `torch.cuda.FloatStorage`: where the tensor lived does not matter
@@ -58,27 +79,32 @@ class _Unpickler(pickle.Unpickler):
             return vars(torch)[name]
         if module.partition(".")[0] in _GUARDED and not module.startswith(_INERT_PACKAGES):
             raise UnsafePickleError(
-                f"its pickle names {module}.{name}, which no checkpoint needs. Nothing was executed. "
+                f"its pickle names {printable(f'{module}.{name}')}, which no checkpoint needs. Nothing was executed. "
                 "If you trust the file, load it with torch.load(weights_only=False) and save its plain values again."
             )
         if not self._placeholders:
-            raise UnsafePickleError(f"holds a {module}.{name}; only plain values can be stored")
+            raise UnsafePickleError(f"holds a {printable(f'{module}.{name}')}; only plain values can be stored")
         return placeholder_type(module, name)
 
     def persistent_load(self, pid: Any) -> StorageRef:
-        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], StorageKind)):
-            raise UnsafePickleError(f"unknown persistent id {pid!r:.100}")
-        return StorageRef(pid[1].dtype, str(pid[2]), int(pid[4]))
+        if type(pid) is tuple and len(pid) >= 5:
+            tag, kind, key, _, numel = pid[:5]
+            if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int) and type(numel) is int:
+                return StorageRef(kind.dtype, str(key), numel)
+        raise UnsafePickleError(f"unknown persistent id {shown(pid)}")
 
 
 def safe_loads(data: bytes | memoryview, where: str) -> Any:
-    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`."""
-    return _unpickle(io.BytesIO(data), where)
+    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`.
+
+    It may unfold without end: only `safe_load` promises what can be printed or copied.
+    """
+    return _unpickle(bytes(data), where)[0]
 
 
 def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
     """(dtype, shape, strides) of the tensor whose pickle this is, if its storage begins with it; else None."""
-    root = _unpickle(io.BytesIO(data), where)
+    root, _ = _unpickle(data, where)
     if not isinstance(root, TensorStub) or root.offset != 0:
         return None
     return root.dtype, root.shape, root.stride
@@ -95,15 +121,15 @@ def safe_load(
     names `where`, by default the path; UnsafePickleError for a refused global.
     """
     if isinstance(source, bytes):
-        return _load_archive(bytearray(source), where or "pickle", placeholders)
+        return _load_archive(bytearray(source), where or "pickle", placeholders, check_crc=True)
     path = Path(source)
     where = where or str(path)
     try:
-        with path.open("rb") as file:
-            if mmap and path.stat().st_size:
+        with open_regular(path) as file:
+            if mmap and os.fstat(file.fileno()).st_size:
                 mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders)
-            return _load_archive(bytearray(file.read()), where, placeholders)
+            return _load_archive(bytearray(file.read()), where, placeholders, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
@@ -112,8 +138,9 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
     """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
     path = Path(source)
     try:
-        with path.open("rb", buffering=0) as file:
-            size = path.stat().st_size
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            budget = Budget(size)
 
             def read(offset: int, count: int) -> bytes:
                 return os.pread(file.fileno(), max(0, min(count, size - offset)), offset)
@@ -121,14 +148,15 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
             archive = _open_archive(read, size, str(path))
 
             def storage(name: str) -> FileStorage:
-                return FileStorage(path, archive.data_offset(name), archive.records[name].size)
+                return FileStorage(path, archive.data_offset(name), archive.records[name].size, budget)
 
             return _load(archive, storage, str(path), placeholders)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool) -> Any:
+def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, check_crc: bool = False) -> Any:
+    """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
     view = memoryview(buffer)
     archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
     storages: dict[str, torch.Tensor] = {}
@@ -137,7 +165,10 @@ def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders
         """The 1-D tensor of a record, shared by all tensors that view it."""
         if name not in storages:
             size, offset = archive.records[name].size, archive.data_offset(name)
-            storages[name] = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
+            if check_crc:
+                archive.check_crc(name, view[offset : offset + size])
+            data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
+            storages[name] = data.clone() if data.data_ptr() % 16 else data  # aligned for every dtype, copied once
         return storages[name]
 
     return _load(archive, storage, where, placeholders)
@@ -162,7 +193,7 @@ def _load(
     archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool
 ) -> Any:
     """The object in `archive`; `storage` gives the content of a record."""
-    root = _unpickle(io.BytesIO(archive.read("data.pkl")), where, placeholders)
+    root, unpickler = _unpickle(archive.read("data.pkl"), where, placeholders)
 
     def storage_of(ref: StorageRef) -> torch.Tensor | FileStorage:
         name = f"data/{ref.key}"
@@ -170,38 +201,47 @@ def _load(
             raise CheckpointError(f"{where}: tensor data {name} is missing")
         return storage(name)
 
-    return _resolve(root, where, storage_of)
+    return _resolve(root, where, storage_of, unpickler.budget)
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def _unpickle(file: BinaryIO, where: str, placeholders: bool = True) -> Any:
+def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, _Unpickler]:
+    """Stubs included."""
+    unpickler = _Unpickler(data, placeholders)
     try:
-        return _Unpickler(file, placeholders).load()
+        scan_pickle(data)
+        return unpickler.load(), unpickler
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{where}: not an intact pickle ({type(error).__name__}: {error})") from error
+        reason = printable(f"{type(error).__name__}: {error}")[:300]
+        raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
 
 
-def _resolve(root: Any, where: str, storage: Any = None) -> Any:
+def _resolve(root: Any, where: str, storage: StorageOf, budget: Budget) -> Any:
     """Replace the stubs in a structure of containers by what they stand for, containers in place where possible."""
     try:
-        return _Resolver(storage).walk(root)
+        result = _Resolver(storage, budget).walk(root)
+        check_bounded(result, where)
+        return result
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None
     except CheckpointError:
         raise
+    except RecursionError:
+        raise CheckpointError(f"{where}: cannot be rebuilt: its containers are nested too deep") from None
     except Exception as error:
-        raise CheckpointError(f"{where}: cannot be rebuilt ({type(error).__name__}: {error})") from error
+        reason = printable(f"{type(error).__name__}: {error}")[:300]
+        raise CheckpointError(f"{where}: cannot be rebuilt ({reason})") from error
 
 
 class _Resolver:
     """Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection."""
 
-    def __init__(self, storage: Any) -> None:
-        self._storage = storage
+    def __init__(self, storage: StorageOf, budget: Budget) -> None:
+        self.storage, self.budget = storage, budget
         self._memo: dict[int, Any] = {}
 
     def walk(self, value: Any) -> Any:
@@ -211,7 +251,7 @@ class _Resolver:
         if id(value) in memo:
             return memo[id(value)][0]
         if isinstance(value, Stub):
-            result = value.resolve(self.walk, self._storage)
+            result = value.resolve(self)
         elif isinstance(value, dict):
             memo[id(value)] = (value, value)
             for key, item in list(value.items()):
@@ -226,12 +266,53 @@ class _Resolver:
             result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         elif isinstance(value, Placeholder):
             memo[id(value)] = (value, value)
-            vars(value).update({name: self.walk(item) for name, item in vars(value).items()})
+            value.args, value.state, value.items = map(self.walk, (value.args, value.state, value.items))
             return value
         else:
             result = value
         memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
         return result
+
+
+def check_bounded(root: Any, where: str) -> None:
+    """Raises CheckpointError for containers that hold themselves, are too deep, or unfold too far.
+
+    A list that holds another one twice, that one a third twice, and so on, takes 60 bytes in a pickle and no end of
+    time in `repr`, `==`, `json.dumps` or `copy`. Each container is looked at once.
+    """
+    sizes: dict[int, float] = {}
+
+    def size_of(value: Any, depth: int) -> float:
+        children = _children(value)
+        if children is None:
+            return 1
+        if depth > MAX_DEPTH:
+            raise CheckpointError(f"{where}: its containers are nested more than {MAX_DEPTH} deep")
+        size = sizes.get(id(value))
+        if size is None:
+            sizes[id(value)] = math.inf  # while it is open
+            size = 1.0
+            for child in children:
+                size += 1 if type(child) in _LEAVES else size_of(child, depth + 1)
+            sizes[id(value)] = size
+            count[0] += len(children)
+        return size
+
+    count = [0]
+    if size_of(root, 0) > _UNFOLDED + 8 * count[0]:
+        raise CheckpointError(f"{where}: a container holds itself, or unfolds to far more values than are in the file")
+
+
+def _children(value: Any) -> Collection[Any] | None:
+    if isinstance(value, dict):
+        return value.values()  # keys are flat
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, argparse.Namespace):
+        return vars(value).values()
+    if isinstance(value, Placeholder):
+        return (value.args, value.state, value.items)
+    return None
 
 
 _LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.data.microbatches import build_batch_schedule
+from megatron.training.data.microbatches import build_batch_schedule, parse_steps
 
 
 def test_constant():

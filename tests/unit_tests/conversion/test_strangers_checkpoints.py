@@ -1,0 +1,168 @@
+"""A stranger's checkpoint names paths: none of them leads a conversion out of the directories that the user gave."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from memory_source import LLAMA_ARGS, random_source
+
+from megatron.conversion.convert import Options, convert
+from megatron.conversion.deepspeed.writer import write_universal
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.source import TrainingState
+from megatron.core.dist_checkpointing import CheckpointError
+
+ROOT = Path(__file__).parents[3]
+SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A Hugging Face model with the sidecar of a run."""
+    write_huggingface(random_source(LLAMA_ARGS), tmp_path / "model", HuggingFaceOptions(optim_sidecar=True))
+    return tmp_path / "model"
+
+
+def edit(path: Path, change) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("iteration", ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]])
+@pytest.mark.parametrize("saver", ["torch_dist", "legacy", "universal"])
+def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: Path) -> None:
+    """It became the directory that is replaced: what stood there was deleted."""
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("data")
+    value = str(victim) if iteration == "VICTIM" else iteration
+    edit(model / "megatron_state/state.json", lambda state: state["training"].update(iteration=value))
+    with pytest.raises(CheckpointError, match=r"state\.json: training: iteration is .*, but must be a whole number"):
+        convert(model, tmp_path / "out", saver, overwrite=True)
+    assert (victim / "precious").read_text() == "data"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [{"consumed_train_samples": -1}, {"consumed_valid_samples": "7"}, {"num_floating_point_operations_so_far": 1e400}],
+)
+def test_counters_are_checked_whatever_the_format(counters: dict) -> None:
+    with pytest.raises(CheckpointError, match="the training state: .* must be a"):
+        TrainingState(**counters)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/dev/zero", "..", "", "a\nb", 7, None])
+def test_files_are_named_not_pathed(name, model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    tensors = {"lm_head.weight": name}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map: lm_head\.weight is .* must be"):
+        convert(model, tmp_path / "out", "torch_dist")
+
+
+def test_links_stay_in_the_directory_or_in_the_cache(model: Path, tmp_path: Path) -> None:
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    weight_map = dict.fromkeys(tensors, "shard.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (model / "model.safetensors").rename(model / "shard.safetensors")
+    blobs = tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    snapshot = tmp_path / "models--a--b/snapshots/main"
+    snapshot.parent.mkdir()
+    (model / "shard.safetensors").rename(blobs / "0123")
+    (model / "shard.safetensors").symlink_to(blobs / "0123")
+    with pytest.raises(CheckpointError, match=r"shard\.safetensors is a link to .*, outside of"):
+        convert(model, tmp_path / "out", "torch_dist")
+    model.rename(snapshot)
+    (snapshot / "shard.safetensors").unlink()
+    (snapshot / "shard.safetensors").symlink_to("../../blobs/0123")
+    assert convert(snapshot, tmp_path / "out", "torch_dist").num_tensors > 0
+
+
+@pytest.mark.parametrize("name", ["../model", "/etc", ".", "a/b"])
+def test_a_universal_directory_names_one_of_its_own(name: str, tmp_path: Path) -> None:
+    write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
+    (tmp_path / "universal/latest_universal").write_text(name)
+    with pytest.raises(CheckpointError, match="latest_universal: the name in it is .*, but must be the name of a file"):
+        convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "../x", "/dev/zero"])
+def test_a_pipe_or_a_device_is_not_waited_for(name: str, model: Path, tmp_path: Path) -> None:
+    """In a process of its own with a limit: it would wait for ever."""
+    state = model / "megatron_state/state.json"
+    if name == "state.json":
+        state.unlink()
+        os.mkfifo(state)
+    elif name == "optimizer.safetensors":
+        (model / "megatron_state" / name).unlink()
+        os.mkfifo(model / "megatron_state" / name)
+    else:
+        edit(state, lambda content: content.update(files=[name]))
+    command = ["--saver", "torch_dist", "--load-dir", str(model), "--save-dir", str(tmp_path / "out")]
+    result = subprocess.run(
+        [sys.executable, "tools/checkpoint/convert.py", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "regular file" in result.stderr or "the name of a file" in result.stderr
+
+
+# What leaves with a model.
+
+
+def exported(tmp_path: Path, args: dict, options: Options | None = None) -> tuple[set[str], list[str]]:
+    """Files of the model that a run with these arguments is exported to, and what could not be carried."""
+    source = random_source(LLAMA_ARGS | args, optimizer=False)
+    write_torch_dist(source, tmp_path / "run")
+    outcome = convert(tmp_path / "run", tmp_path / "out", "hf", options=options)
+    return {path.name for path in (tmp_path / "out").iterdir()}, outcome.not_carried
+
+
+@pytest.mark.parametrize("kind", ["tokenizer_model", "vocab_file", "directory"])
+def test_secrets_do_not_leave_with_a_model(kind: str, tmp_path: Path) -> None:
+    """The checkpoint names the user's files as its tokenizer."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("id_rsa", "merges.txt", "vocab.json", "tokenizer.json", "chat_template.jinja"):
+        (home / name).write_text(SECRET if name != "vocab.json" else json.dumps({"password": 1}))
+    args = {
+        "tokenizer_model": {"tokenizer_model": str(home / "id_rsa")},
+        "vocab_file": {"vocab_file": str(home / "vocab.json"), "merge_file": str(home / "id_rsa")},
+        "directory": {"tokenizer_model": str(home)},
+    }[kind]
+    files, lost = exported(tmp_path, args)
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    assert lost and all("outside of its directory; give --tokenizer" in line for line in lost)
+
+
+def test_a_confirmed_path_must_hold_what_it_claims(tmp_path: Path) -> None:
+    (tmp_path / "id_rsa").write_text(SECRET)
+    files, lost = exported(tmp_path, {}, Options(tokenizer=tmp_path / "id_rsa"))
+    assert "tokenizer.model" not in files and "is not a SentencePiece model" in lost[0]
+
+
+def test_a_confirmed_directory_gives_what_is_a_tokenizer_and_tells_it(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    (tokenizer / "chat_template.jinja").write_text(SECRET)
+    (tokenizer / "merges.txt").write_text(SECRET)
+    notes: list[str] = []
+    files, lost = exported(tmp_path, {}, Options(tokenizer=tokenizer, note=notes.append))
+    assert files >= {"tokenizer.json"} and not files & {"chat_template.jinja", "merges.txt"}
+    assert len(lost) == 2 and notes == [f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"]
+
+
+def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"model": {}, "password": 1}')
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to"):
+        exported(tmp_path, {}, Options(tokenizer=tmp_path / "tokenizer"))
