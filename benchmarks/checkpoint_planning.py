@@ -1,138 +1,172 @@
-"""What planning a checkpoint costs at scale: 1,024 and 8,192 ranks of a 70B model, simulated on one machine.
+"""What planning a checkpoint costs at scale: all ranks of a 70B and of a 405B model, simulated on one machine.
 
-The plan is a pure function of what the ranks hold, so all of it can be computed here: the descriptions of all ranks
-(weights at TP 8 x PP 4, a ZeRO-1 shard of the fp32 main parameters and both moments), the plan on rank 0, the layout of
-all files, `.metadata`. Every save after the first costs none of this.
+The plan is a pure function of what the ranks hold, so all of it can be computed here: what every rank describes (the
+model as built in training, without memory; both overlaps, so buckets in reverse order, each sharded over DP), the plan
+on rank 0, the layout of all files, `.metadata`. Every save after the first costs none of this.
 
-    python benchmarks/checkpoint_planning.py                 # 1024 and 8192 ranks
-    python benchmarks/checkpoint_planning.py --world 256
+    python benchmarks/checkpoint_planning.py                 # 70B on 1,024 ranks, 405B on 16,384
+    python benchmarks/checkpoint_planning.py --model 70b --world 256
 """
 
 import argparse
 import pickle
+import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing.format.metadata import decode_metadata, encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata, encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.planning.file_layout import layout_files, plan_metadata  # noqa: E402
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, describe, make_plan  # noqa: E402
+from megatron.core.dist_checkpointing.planning.file_layout import place_items  # noqa: E402
+from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
+from megatron.core.distributed.buffer_plan import intersect  # noqa: E402
+from megatron.core.parallel_state import ParallelState  # noqa: E402
+from megatron.core.utils import even_range  # noqa: E402
+from megatron.planning.empty_model import EmptyChunk, empty_chunks  # noqa: E402
+from megatron.training.config.arguments import parse_flags  # noqa: E402
+from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
+from pretrain_gpt import model_provider  # noqa: E402
 
-LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB = 80, 8192, 28672, 64, 8, 32000  # Llama 2 70B
-TP, PP = 8, 4
+T = TypeVar("T")
 
-
-def model_state(tp: int, pp: int) -> ShardedStateDict:
-    """The bf16 weights of one model-parallel rank."""
-
-    def split(key: str, rows: int, columns: int, dim: int, blocks: int = 1) -> ShardedTensor:
-        shape = [rows // TP if dim == 0 else rows, columns // TP if dim == 1 else columns]
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        if dim == 0:
-            return ShardedTensor.split_rows(key, tensor, tp, TP, blocks)
-        return ShardedTensor.split(key, tensor, dim, tp, TP)
-
-    def norm(key: str) -> ShardedTensor:
-        return ShardedTensor.replicated(key, torch.empty(HIDDEN, dtype=torch.bfloat16, device="meta"))
-
-    head = HIDDEN // HEADS
-    tensors = [split("embedding.word_embeddings.weight", VOCAB, HIDDEN, 0)] if pp == 0 else []
-    for layer in range(pp * LAYERS // PP, (pp + 1) * LAYERS // PP):
-        prefix = f"decoder.layers.{layer}."
-        tensors += [
-            norm(prefix + "self_attention.linear_qkv.layer_norm_weight"),
-            split(prefix + "self_attention.linear_qkv.weight", (HEADS + 2 * GROUPS) * head, HIDDEN, 0),
-            split(prefix + "self_attention.linear_proj.weight", HIDDEN, HEADS * head, 1),
-            norm(prefix + "mlp.linear_fc1.layer_norm_weight"),
-            split(prefix + "mlp.linear_fc1.weight", 2 * FFN, HIDDEN, 0, 2),
-            split(prefix + "mlp.linear_fc2.weight", HIDDEN, FFN, 1),
-        ]
-    if pp == PP - 1:
-        tensors += [norm("decoder.final_layernorm.weight"), split("output_layer.weight", VOCAB, HIDDEN, 0)]
-    return {tensor.key: tensor for tensor in tensors}
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
+    "--position-embedding-type rope --group-query-attention --num-query-groups 8 --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1 --min-lr 0 --train-iters 1 --sequence-parallel "
+    "--mock-data --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--tensor-model-parallel-size 8 "
+)
 
 
-def optimizer_state(weights: list[ShardedTensor], dp: int, dp_size: int) -> ShardedStateDict:
-    """The ZeRO-1 shard `dp` of the flat buffer of all weights."""
-    total = sum(weight.local.numel() for weight in weights)
-    start, stop = total * dp // dp_size, total * (dp + 1) // dp_size
+class Case(NamedTuple):
+    flags: str
+    world: int
+
+
+CASES = {
+    "70b": Case(
+        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --vocab-size 32000 "
+        "--pipeline-model-parallel-size 4",
+        1024,
+    ),
+    "405b": Case(  # 128 layers, so that they can be split evenly over the stages
+        "--num-layers 128 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --vocab-size 128256 "
+        "--pipeline-model-parallel-size 16",
+        16384,
+    ),
+}
+
+
+def config_of(flags: str, world: int) -> Config:
+    given, _ = parse_flags(flag_parser(), (LLAMA + flags).split())
+    config = make_config(given | {"global_batch_size": world}, world)
+    config.model.vocab_size = given["vocab_size"]
+    return config
+
+
+def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int, dp_size: int) -> ShardedStateDict:
+    """What `MegatronOptimizer.sharded_state_dict` gives on data-parallel rank `dp`."""
+    entry_of = {id(entry.local): entry for entry in weights.values() if isinstance(entry, ShardedTensor)}
     state: ShardedStateDict = {}
-    position = 0
-    for weight in weights:
-        first, last = max(start, position), min(stop, position + weight.local.numel())
-        if first < last:
+    for chunk in chunks:
+        params = dict(chunk.module.named_parameters())
+        for bucket in chunk.buckets:
+            first, last = even_range(bucket.numel, dp, dp_size)
             data = torch.empty(last - first, device="meta")
-            for name in ("param", "exp_avg", "exp_avg_sq"):
-                key = f"optimizer.state.{name}.{weight.key}"
-                state[key] = weight.flat_range(key, first - position, data)
-        position += weight.local.numel()
+            for span in bucket.spans:
+                entry = entry_of[id(params[span.spec.name])]
+                for start, stop in intersect([(span.start, span.stop)], first, last):
+                    for name in ("param", "exp_avg", "exp_avg_sq"):
+                        key = f"optimizer.state.{name}.{entry.key}"
+                        part = entry.flat_range(key, first + start - span.start, data[start:stop])
+                        if part.boxes:
+                            state[key] = part
     return state
 
 
-def describe_ranks(world: int) -> list[LocalSpec]:
-    """What every rank would send to rank 0."""
-    dp_size = world // (TP * PP)
-    specs: dict[int, LocalSpec] = {}
-    for pp in range(PP):
-        for tp in range(TP):
-            weights = model_state(tp, pp)
+def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
+    """What every rank sends to rank 0."""
+    pp_size, tp_size, dp_size = config.parallel.pp_size, config.parallel.tp_size, config.parallel.dp_size(world)
+    for pp in range(pp_size):
+        for tp in range(tp_size):
+            ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
+            chunks = list(empty_chunks(config, ps, model_provider))
+            weights: ShardedStateDict = {}
+            for chunk in chunks:
+                weights |= chunk.module.sharded_state_dict()
             for dp in range(dp_size):
-                rng = {"rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{PP}.{TP}", None)}
-                state = weights | optimizer_state(list(weights.values()), dp, dp_size) | rng
-                specs[tp + TP * (dp + dp_size * pp)] = describe(state)
-    return [specs[rank] for rank in range(world)]
+                rng: ShardedStateDict = {"rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)}
+                state = weights | optimizer_state(chunks, weights, dp, dp_size) | rng
+                yield tp + tp_size * (dp + dp_size * pp), pack(describe(state))
 
 
-def simulate(world: int, workers: int) -> None:
-    began = time.perf_counter()
-    specs = describe_ranks(world)
-    describing = time.perf_counter() - began
-    boxes = sum(len(tensor.boxes) for spec in specs for tensor in spec.tensors)
-    payload = [len(pickle.dumps(spec)) for spec in specs[:: max(1, world // 64)]]
+def timed(function: Callable[[], T]) -> tuple[T, float]:
+    """Seconds of the processor: all of it runs in one thread, and other work on the machine does not count."""
+    began = time.process_time()
+    result = function()
+    return result, time.process_time() - began
 
-    began = time.perf_counter()
-    plans = make_plan(specs)
-    planning = time.perf_counter() - began
-    loads = [plan.nbytes for plan in plans]
 
-    began = time.perf_counter()
-    layouts = [layout_files(plan, rank, workers) for rank, plan in enumerate(plans)]
-    metadata = plan_metadata(specs, layouts)
-    laying_out = time.perf_counter() - began
-    began = time.perf_counter()
-    encoded = encode_metadata(metadata)
-    encoding = time.perf_counter() - began
-    began = time.perf_counter()
-    decode_metadata(encoded, ".metadata")
-    decoding = time.perf_counter() - began
+def peak_memory() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
-    chunks = sum(len(tensor.chunks) for tensor in metadata.tensors.values())
-    mean = statistics.mean(loads)
-    print(f"{world} ranks: TP {TP} x PP {PP} x DP {world // (TP * PP)}, {sum(loads) / 1e9:.0f} GB")
-    print(f"  described  {boxes} boxes in {describing:.1f} s ({1e3 * describing / world:.1f} ms per rank)")
-    print(f"             {statistics.mean(payload) / 1e3:.0f} kB per rank to rank 0")
-    print(f"  plan       {planning:.1f} s, layout of {chunks} chunks {laying_out:.1f} s")
-    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB, written in {encoding:.1f} s, read in {decoding:.1f} s")
+
+def simulate(name: str, world: int, workers: int) -> None:
+    config = config_of(CASES[name].flags, world)
+    packed: list[bytes] = [b""] * world
+
+    def describe_all() -> None:
+        for rank, spec in describe_ranks(config, world):
+            packed[rank] = pickle.dumps(spec)
+
+    _, describing = timed(describe_all)
+    sent = statistics.mean(map(len, packed))
+    specs, receiving = timed(lambda: [pickle.loads(data) for data in packed])
+    packed.clear()
+    before = peak_memory()
+    plan, planning = timed(lambda: make_plan(specs))
+    placed, laying_out = timed(lambda: place_items(plan, workers))
+    results, cutting = timed(lambda: [pickle.dumps(placed.of_rank(rank)) for rank in range(world)])
+    metadata, collecting = timed(placed.metadata)
+    encoded, encoding = timed(lambda: encode_metadata(metadata))
+    planned = peak_memory()
+    read, opening = timed(lambda: decode_metadata(encoded, ".metadata"))
+    wanted = [key for key, _, _ in specs[-1].tensors]
+    _, reading = timed(lambda: [read.tensors[key].chunks for key in wanted])
+    own = peak_memory()
+    chunks, reading_all = timed(lambda: sum(len(tensor.chunks) for tensor in read.tensors.values()))
+
+    loads, parallel = plan.loads, config.parallel
     print(
-        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {max(loads) / mean:.3f} x the mean"
+        f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP {parallel.dp_size(world)}, "
+        f"{sum(loads) / 1e9:.0f} GB, {chunks} chunks"
     )
+    print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
+    back = statistics.mean(map(len, results)) / 1e3
+    print(f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s")
+    print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after")
+    print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
+    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB; opened in {opening:.2f} s, what one rank wants {reading:.2f} s,")
+    print(f"             all of it {reading_all:.1f} s; {own - planned:.2f} and {peak_memory() - planned:.2f} GB more")
+    largest = max(loads) / statistics.mean(loads)
+    print(f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, nargs="*", default=[1024, 8192], help="numbers of ranks")
+    parser.add_argument("--model", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--world", type=int, help="number of ranks (default: 1024 for 70b, 16384 for 405b)")
     parser.add_argument("--workers", type=int, default=2, help="files per rank")
     args = parser.parse_args()
-    for world in args.world:
-        if world % (TP * PP):
-            raise SystemExit(f"--world {world} is not a multiple of TP {TP} x PP {PP}")
-        simulate(world, args.workers)
+    for name in args.model:
+        simulate(name, args.world or CASES[name].world, args.workers)
 
 
 if __name__ == "__main__":

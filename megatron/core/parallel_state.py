@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -124,41 +123,63 @@ class ParallelState:
     @classmethod
     def for_rank(cls, config: ParallelConfig, world_size: int = 1, rank: int = 0) -> ParallelState:
         """Describe any rank of any layout without process groups (converters, planners, tests)."""
-        lists = _ranks_along_axes(config, world_size, rank)
-        return cls(config, rank, world_size, **{name: Axis(r.index(rank), len(r), r) for name, r in lists.items()})
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
+        axes = {name: Axis(r.index(rank), len(r), r) for name, (r,) in _groups(config, world_size, rank).items()}
+        return cls(config, rank, world_size, **axes)
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
-        """Build the process groups of every axis; collective over the initialised world."""
+        """Build the process groups of this rank's axes; all ranks of the initialised world call it.
+
+        A rank takes part in at most five groups, whatever the size of the world. NCCL's communicators are split off
+        that of the world, all of an axis in one call; other groups are made by their members alone.
+        """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
-        axes: dict[str, Any] = {}
-        # Every rank takes part in the creation of every group, in one order; a group is created at its first member.
-        for member in range(world_size):
-            for name, ranks in _ranks_along_axes(config, world_size, member).items():
-                if len(ranks) == 1 or member != ranks[0]:
-                    continue
-                group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
-                if rank in ranks:
-                    axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
-        return replace(state, **axes)
+        everyone = _groups(config, world_size) if _can_split() else None
+        axes: dict[str, Axis] = {}
+        for name, (ranks,) in _groups(config, world_size, rank).items():
+            group = None
+            if everyone is not None:
+                several = [list(others) for others in everyone[name] if len(others) > 1]
+                if several:
+                    group = dist.split_group(split_ranks=several, timeout=timeout, group_desc=name)
+            elif len(ranks) > 1:
+                group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+            if group is not None:
+                axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
+        return replace(state, **axes)  # type: ignore[arg-type]
 
 
-def _ranks_along_axes(config: ParallelConfig, world_size: int, rank: int) -> dict[str, tuple[int, ...]]:
-    """Axis name -> global ranks of the group along that axis that holds `rank`."""
+def _can_split() -> bool:
+    """Whether the communicator of the world can be split: NCCL's can, once it is bound to its device."""
+    world = dist.group.WORLD
+    return dist.get_backend() == "nccl" and world is not None and world.bound_device_id is not None
+
+
+def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) -> dict[str, list[tuple[int, ...]]]:
+    """Axis name -> global ranks of each group along that axis: of all of them, or of the one that holds `rank`.
+
+    The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if it is asked for.
+    """
     tp_size, pp_size, dp_size = config.tp_size, config.pp_size, config.dp_size(world_size)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
-    tp, dp, pp = config.place(rank, world_size)
+    tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
+    ends = sorted({0, pp_size - 1})
 
     def rank_of(tp: int, dp: int, pp: int) -> int:
         return config.rank_at(tp, dp, pp, world_size)
 
-    ends = sorted({0, pp_size - 1})
+    at_tp, at_dp, at_pp = tps, dps, pps  # the groups are along one axis, at these places on the others
+    if rank is not None:
+        at_tp, at_dp, at_pp = (range(i, i + 1) for i in config.place(rank, world_size))
+    embedding = [tuple(rank_of(t, d, p) for p in ends) for d in at_dp for t in at_tp]
+    if rank is not None and at_pp[0] not in ends:
+        embedding = [(rank,)]
     return {
-        "tp": tuple(rank_of(t, dp, pp) for t in range(tp_size)),
-        "dp": tuple(rank_of(tp, d, pp) for d in range(dp_size)),
-        "pp": tuple(rank_of(tp, dp, p) for p in range(pp_size)),
-        "model": tuple(rank_of(t, dp, p) for p in range(pp_size) for t in range(tp_size)),
-        "embedding": tuple(rank_of(tp, dp, p) for p in ends) if pp in ends else (rank,),
+        "tp": [tuple(rank_of(t, d, p) for t in tps) for p in at_pp for d in at_dp],
+        "dp": [tuple(rank_of(t, d, p) for d in dps) for p in at_pp for t in at_tp],
+        "pp": [tuple(rank_of(t, d, p) for p in pps) for d in at_dp for t in at_tp],
+        "model": [tuple(rank_of(t, d, p) for p in pps for t in tps) for d in at_dp],
+        "embedding": embedding,
     }

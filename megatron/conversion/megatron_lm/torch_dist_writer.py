@@ -15,12 +15,13 @@ import torch
 from megatron.conversion.files import Progress, no_progress, run_jobs
 from megatron.conversion.megatron_lm.extra_states import extra_states
 from megatron.conversion.model_space.source import Source, TensorInfo
+from megatron.core.dist_checkpointing.boxes import cut_rows, shifted
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
-from megatron.core.dist_checkpointing.format.metadata import Location, encode_metadata
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
+from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem, layout_files, plan_metadata
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, make_plan
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem, files_of, place_items
+from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, make_plan, pack
 from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult
 from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import common_archive, object_file
@@ -44,15 +45,15 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
     Returns what could not be carried: nothing.
     """
     spec = LocalSpec(tuple(_whole(key, info) for key, info in source.tensors.items()), ())
-    (plan,) = make_plan([spec])
-    layouts = layout_files(plan, 0, files)
+    placed = place_items(make_plan([pack(spec)]), files)
+    layouts = files_of(spec, placed.of_rank(0), 0)
     save = PendingSave.begin(directory, f"convert-{os.getpid()}", 0, 1)
     written: dict[str, FileChecksums] = {}
     try:
         jobs = [_job(source, save.pending, layout, progress, written) for layout in layouts]
         run_jobs(jobs, files)
         objects = _write_objects(source, save.pending, files, written)
-        metadata = encode_metadata(replace(plan_metadata([spec], [layouts]), objects=objects))
+        metadata = encode_metadata(replace(placed.metadata(), objects=objects))
         save.commit(RankResult(written, {}), metadata, common_archive(common_state(source)))
     except BaseException as error:
         save.abandon(str(error))
@@ -142,21 +143,15 @@ def _write_file(source: Source, path: Path, layout: FileLayout, progress: Progre
 def _segments(source: Source, layout: FileLayout) -> Iterator[memoryview]:
     """All bytes of a file in order."""
     for placed in layout.items:
-        envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
-        yield memoryview(envelope.prefix)
+        yield memoryview(placed.envelope.prefix)
         for tensor in _rows(source, placed):
             yield tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-        yield memoryview(envelope.suffix)
+        yield memoryview(placed.envelope.suffix)
         yield memoryview(bytes(placed.end - placed.position - placed.length))
 
 
 def _rows(source: Source, placed: PlacedItem) -> Iterator[torch.Tensor]:
     """The item's tensor in runs of rows of at most the buffer's size."""
     key, offset, shape = placed.item.key, placed.item.offset, placed.item.shape
-    if not shape or not placed.item.nbytes:
-        yield source.read(key, offset, shape).reshape(-1)
-        return
-    rows = max(1, _BUFFER // (placed.item.nbytes // shape[0]))
-    for first in range(0, shape[0], rows):
-        count = min(rows, shape[0] - first)
-        yield source.read(key, (offset[0] + first, *offset[1:]), (count, *shape[1:]))
+    for start, extent in cut_rows(shape, placed.item.dtype.itemsize, _BUFFER):
+        yield source.read(key, shifted(offset, start), extent)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing.ranges import Runs, byte_runs
+from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, narrow, overlap
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
@@ -52,19 +52,16 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
     whole: torch.Tensor | None = None
     found = 0
     for piece in pieces:
-        low = tuple(max(a, b) for a, b in zip(offset, piece.offset, strict=True))
-        ends = zip(offset, shape, piece.offset, piece.shape, strict=True)
-        high = tuple(min(a + n, b + m) for a, n, b, m in ends)
-        extent = tuple(h - lo for lo, h in zip(low, high, strict=True))
-        if min(extent, default=1) <= 0:
+        common = overlap((piece.offset, piece.shape), (offset, shape))
+        if common is None:
             continue
-        part = piece.read(tuple(lo - b for lo, b in zip(low, piece.offset, strict=True)), extent)
-        if extent == shape:
+        part = piece.read(common.in_first, common.shape)
+        if common.shape == shape:
             return part
         if whole is None:
             whole = torch.empty(shape, dtype=dtype)
-        whole[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))] = part
-        found += math.prod(extent)
+        narrow(whole, common.in_second, common.shape).copy_(part)
+        found += part.numel()
     if found != math.prod(shape):
         raise ValueError(
             f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"

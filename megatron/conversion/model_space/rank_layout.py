@@ -81,7 +81,9 @@ class Layout:
             "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
             "decoder_first_pipeline_num_layers": self.first_stage_layers,
             "decoder_last_pipeline_num_layers": self.last_stage_layers,
-            **{name: self.rules.get(rule) for name, rule in RULES.items()},
+            "account_for_embedding_in_pipeline_split": bool(self.rules.get("account_for_embedding")),
+            "account_for_loss_in_pipeline_split": bool(self.rules.get("account_for_loss")),
+            "pipeline_model_parallel_layout": self.rules.get("layout"),
         }
 
     @property

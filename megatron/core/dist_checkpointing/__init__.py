@@ -5,6 +5,7 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
 """
 
+from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
@@ -14,11 +15,9 @@ from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
     Box,
-    Shape,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    flat_range_boxes,
     map_keys,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting

@@ -14,14 +14,11 @@ multiples of a high power of two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
+from megatron.core.dist_checkpointing.boxes import Shape, byte_runs, cut_rows, shifted
 from megatron.core.dist_checkpointing.loading.reader import Reader
-from megatron.core.dist_checkpointing.mapping import Shape
 
 _BLOCK = 1 << 16  # elements that share a block weight
 _LONG = 1 << 13  # elements: runs from here on are handled one by one, shorter ones many at once
@@ -50,9 +47,10 @@ def partial_digest(tensor: torch.Tensor, offset: Shape, global_shape: Shape) -> 
     words, offset, shape, global_shape = _as_words(tensor, offset, global_shape)
     if words.size == 0:
         return 0
-    run = _run_length(shape, global_shape)
+    runs = byte_runs(global_shape, offset, shape, itemsize=1)
+    run = runs[0].length
     rows = words.reshape(-1, run)
-    starts = _run_starts(offset, shape, global_shape, rows.shape[0])
+    starts = np.concatenate([first + np.arange(repeats) * stride for first, _, stride, repeats in runs])
     alone = (starts % _BLOCK + run > _BLOCK) if run < _LONG else np.ones(len(rows), dtype=bool)
     total = sum(_weigh_run(rows[i], int(starts[i])) for i in np.flatnonzero(alone))
     if not alone.all():
@@ -65,22 +63,10 @@ def tensor_digest(reader: Reader, key: str) -> int:
     stored = reader.metadata.tensors[key]
     total = 0
     for chunk in stored.chunks:
-        for offset, shape in row_slices(chunk.shape, stored.dtype.itemsize, _SLICE):
-            place = tuple(a + b for a, b in zip(chunk.offset, offset, strict=True))
+        for offset, shape in cut_rows(chunk.shape, stored.dtype.itemsize, _SLICE):
+            place = shifted(chunk.offset, offset)
             total += partial_digest(reader.read(key, place, shape), place, stored.shape)
     return total % (1 << 64)
-
-
-def row_slices(shape: Shape, itemsize: int, nbytes: int) -> Iterator[tuple[Shape, Shape]]:
-    """(offset, shape) of consecutive rows of a tensor, about `nbytes` at a time."""
-    axis = next((i for i, extent in enumerate(shape) if extent > 1), None)
-    if axis is None:
-        yield (0,) * len(shape), shape
-        return
-    step = max(1, shape[axis] * nbytes // max(1, math.prod(shape) * itemsize))
-    for first in range(0, shape[axis], step):
-        offset = tuple(first * (i == axis) for i in range(len(shape)))
-        yield offset, tuple(min(step, n - first) if i == axis else n for i, n in enumerate(shape))
 
 
 def format_digest(value: int) -> str:
@@ -125,24 +111,3 @@ def _as_words(tensor: torch.Tensor, offset: Shape, global_shape: Shape) -> tuple
     if tensor.dtype.itemsize == 16:
         return words, (*offset, 0), (*tensor.shape, 2), (*global_shape, 2)
     return words, offset, tuple(tensor.shape), global_shape
-
-
-def _run_length(shape: Shape, global_shape: Shape) -> int:
-    """How many elements of the box are neighbours in the global tensor, too."""
-    axis = len(shape) - 1
-    while axis > 0 and shape[axis] == global_shape[axis]:
-        axis -= 1
-    return math.prod(shape[max(axis, 0) :])
-
-
-def _run_starts(offset: Shape, shape: Shape, global_shape: Shape, count: int) -> np.ndarray:
-    """The global element number at which each run of the box begins."""
-    strides = [math.prod(global_shape[axis + 1 :]) for axis in range(len(shape))]
-    base = sum(o * s for o, s in zip(offset, strides, strict=True))
-    starts = np.full(1, base, dtype=np.int64)
-    for extent, stride in zip(shape, strides, strict=True):
-        if len(starts) == count:
-            break
-        starts = (starts[:, None] + np.arange(extent, dtype=np.int64) * stride).ravel()
-    assert len(starts) == count, (offset, shape, global_shape)
-    return starts

@@ -6,14 +6,13 @@ local memory. TP, PP, DP and ZeRO are only different tilings, so nothing here kn
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-Shape = tuple[int, ...]
+from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes, shifted
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,8 @@ class ShardedTensor:
         The global tensor is `[block_0; block_1; ...]`, the local one `[block_0 part; block_1 part; ...]`.
         `num_rows` crops the global tensor to its first rows (padded vocabulary; one block only).
         """
+        if size == 1:
+            num_blocks = 1  # the blocks are neighbours: one box
         local_rows = tensor.shape[0] // num_blocks
         assert local_rows * num_blocks == tensor.shape[0], (key, tuple(tensor.shape), num_blocks)
         assert num_rows is None or num_blocks == 1
@@ -81,9 +82,6 @@ class ShardedTensor:
             if len(part):
                 boxes.append(Box((start,) + (0,) * (tensor.dim() - 1), part))
         return cls(key, (total, *tensor.shape[1:]), tensor.dtype, tuple(boxes), tensor)
-
-    def with_key(self, key: str) -> ShardedTensor:
-        return replace(self, key=key)
 
     def flat_range(self, key: str, start: int, data: torch.Tensor) -> ShardedTensor:
         """State that belongs to local elements `[start, start + len(data))` of this parameter.
@@ -98,10 +96,8 @@ class ShardedTensor:
             lo, hi = max(start, box_start), min(start + data.numel(), box_start + numel)
             if lo < hi:
                 part = data[lo - start : hi - start]
-                boxes += [
-                    Box(tuple(a + b for a, b in zip(box.offset, offset, strict=True)), view)
-                    for offset, view in flat_range_boxes(box.shape, lo - box_start, part)
-                ]
+                cut = flat_range_boxes(box.shape, lo - box_start, part)
+                boxes += [Box(shifted(box.offset, offset), view) for offset, view in cut]
             box_start += numel
         return ShardedTensor(key, self.global_shape, data.dtype, tuple(boxes))
 
@@ -115,37 +111,6 @@ class ShardedObject:
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]
-
-
-def flat_range_boxes(shape: Shape, start: int, data: torch.Tensor) -> Iterator[tuple[Shape, torch.Tensor]]:
-    """Cut elements `[start, start + len(data))` of a row-major tensor of `shape` into boxes.
-
-    Yields (offset, view of `data` in the shape of the box), at most `2 * len(shape) - 1` of them, each contiguous in
-    `data`: partial rows at the two ends, recursively, and whole rows between.
-    """
-    stop = start + data.numel()
-    assert data.dim() == 1 and 0 <= start <= stop <= math.prod(shape), (shape, start, tuple(data.shape))
-    if start == stop:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), data.view((stop - start,) * len(shape))
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row  # rows of the first and the last element
-    head = first if start % row or stop < (first + 1) * row else None
-    tail = last if stop % row and last != head else None
-    if head is not None:
-        part = data[: min(stop, (head + 1) * row) - start]
-        for offset, view in flat_range_boxes(shape[1:], start - head * row, part):
-            yield (head, *offset), view.unsqueeze(0)
-    middle = range(first + (head is not None), last + 1 - (tail is not None or last == head))
-    if len(middle):
-        part = data[middle.start * row - start : middle.stop * row - start]
-        yield (middle.start,) + (0,) * (len(shape) - 1), part.view(len(middle), *shape[1:])
-    if tail is not None:
-        part = data[tail * row - start :]
-        for offset, view in flat_range_boxes(shape[1:], 0, part):
-            yield (tail, *offset), view.unsqueeze(0)
 
 
 def map_keys(state: ShardedStateDict, rename: Callable[[str], str]) -> ShardedStateDict:

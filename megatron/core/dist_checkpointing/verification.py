@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
-from megatron.core.dist_checkpointing.planning.planner import find_fault
 
 _READ_SIZE = 8 * BLOCK_SIZE
 
@@ -112,7 +111,10 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         return None
     report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        fault = find_fault(tensor.shape, [(chunk.offset, chunk.shape) for chunk in tensor.chunks])
+        try:
+            fault = tensor.chunks.find_fault(tensor.shape)
+        except CheckpointError as error:
+            fault = str(error)
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
     for name, size in sorted(metadata.file_sizes().items()):

@@ -193,7 +193,7 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False)
     """Leave the random number generators out of checkpoints."""
     load: str | None = flag(None)
-    """Directory to load a checkpoint from. The same as --save and still empty: start fresh (restart idiom)."""
+    """Directory to load a checkpoint from. One that is empty or absent: start from random weights, with a warning."""
     ckpt_step: int | None = flag(None)
     """Load the checkpoint of this iteration instead of the newest."""
     finetune: bool = flag(False)
@@ -211,7 +211,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(None)
     """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
     exit_on_missing_checkpoint: bool = flag(False)
-    """An empty --load is an error even if it is the same directory as --save."""
+    """A --load without a checkpoint is an error even if it is empty or the same directory as --save."""
     use_checkpoint_args: bool = flag(False)
     """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
     ckpt_format: str = flag("torch_dist", choices=("torch_dist", "torch"))

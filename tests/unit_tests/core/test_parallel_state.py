@@ -1,4 +1,6 @@
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 
@@ -46,3 +48,103 @@ def test_impossible_layouts_are_explained(config, world, message):
 def test_rank_outside_the_world():
     with pytest.raises(ValueError, match="rank 4 is not part of a world of 4"):
         ParallelState.for_rank(ParallelConfig(), 4, 4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """torch.distributed as one rank of a large world sees it; counts the groups that are made."""
+    made = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16384)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("rank", [0, 1, 9, 4096, 8191, 12288, 16383])
+def test_a_rank_makes_its_own_groups_alone(rank, counted, monkeypatch):
+    """TP 8 x PP 4 on 16,384 ranks: 10,784 groups in all, at most five of them this rank's."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    state = ParallelState.create(ParallelConfig(8, 4))
+    stage = rank // 4096
+    assert [options["group_desc"] for _, options in counted] == ["tp", "dp", "pp", "model"] + ["embedding"] * (
+        stage in (0, 3)
+    )
+    for ranks, options in counted:
+        axis = getattr(state, options["group_desc"])
+        assert rank in ranks and len(ranks) > 1 and options["use_local_synchronization"]
+        assert axis.group is not None and axis.ranks == tuple(ranks) and axis.ranks[axis.rank] == rank
+
+
+@pytest.mark.parametrize("config,names", [((1, 1), ["dp"]), ((8, 1), ["tp", "dp", "model"]), ((1, 4), None)])
+def test_axes_of_size_1_have_no_group(config, names, counted, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ParallelState.create(ParallelConfig(*config))
+    assert [options["group_desc"] for _, options in counted] == (names or ["dp", "pp", "model", "embedding"])
+
+
+class BoundWorld:
+    bound_device_id = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rank", [0, 4097, 16383])
+def test_nccl_communicators_are_split_off_once_per_axis(rank, counted, monkeypatch):
+    """Every rank passes the same lists, which is what a split asks for; no group has one member."""
+    splits = []
+
+    def split_group(split_ranks, timeout, group_desc):
+        splits.append((group_desc, split_ranks))
+        return next((group for group in split_ranks if rank in group), None)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "split_group", split_group)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", BoundWorld())
+    state = ParallelState.create(ParallelConfig(8, 4))
+    assert counted == [] and [name for name, _ in splits] == ["tp", "dp", "pp", "model", "embedding"]
+    for name, groups in splits:
+        members = [member for group in groups for member in group]
+        assert len(members) == len(set(members)) == (8192 if name == "embedding" else 16384)
+        assert all(group == sorted(group) for group in groups)
+        axis = getattr(state, name)
+        assert axis.group == (list(axis.ranks) if axis.size > 1 else None)
+
+
+def sums_along_axes(rank, world_size, tp, pp):
+    made, new_group = [], dist.new_group
+    dist.new_group = lambda ranks, **options: made.append(ranks) or new_group(ranks, **options)
+    try:
+        state = ParallelState.create(ParallelConfig(tp, pp))
+    finally:
+        dist.new_group = new_group
+    sums = {}
+    for name in ("tp", "dp", "pp", "model", "embedding"):
+        axis = getattr(state, name)
+        if axis.size > 1:
+            total = torch.tensor(10**rank)
+            dist.all_reduce(total, group=axis.group)
+            sums[name] = (int(total), sum(10**member for member in axis.ranks))
+    everyone = torch.ones(())
+    dist.all_reduce(everyone, group=new_group())  # a group of all ranks can follow
+    assert int(everyone) == world_size
+    return made, sums
+
+
+@pytest.mark.parametrize("world,tp,pp", [(4, 2, 2), (4, 2, 1), (3, 1, 3), (4, 1, 2)])
+def test_groups_of_real_processes(pool, world, tp, pp):
+    for rank, (made, sums) in enumerate(pool.run(sums_along_axes, world, tp, pp)):
+        assert all(rank in ranks and len(ranks) > 1 for ranks in made) and len(made) == len(sums) <= 5
+        assert all(total == expected for total, expected in sums.values())
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+def test_rank_order(mapping):
+    """TP, DP, PP as Megatron-LM counts, or TP, PP, DP with --use-tp-pp-dp-mapping; every place is one rank's."""
+    config = ParallelConfig(2, 4, use_tp_pp_dp_mapping=mapping)
+    order = [(tp, dp, pp) for dp in range(3) for pp in range(4) for tp in range(2)]
+    if not mapping:
+        order = [(tp, dp, pp) for pp in range(4) for dp in range(3) for tp in range(2)]
+    assert [config.place(rank, 24) for rank in range(24)] == order
+    assert [config.rank_at(*place, 24) for place in order] == list(range(24))
+    state = ParallelState.for_rank(config, 24, 3)
+    assert state.pp.ranks == ((1, 3, 5, 7) if mapping else (3, 9, 15, 21))
+    assert state.dp.ranks == ((3, 11, 19) if mapping else (1, 3, 5))

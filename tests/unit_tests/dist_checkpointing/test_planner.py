@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.boxes import BoxTable
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.planning.planner import (
@@ -13,15 +14,23 @@ from megatron.core.dist_checkpointing.planning.planner import (
     TensorSpec,
     _level,
     describe,
-    find_fault,
-    make_plan,
+    pack,
 )
+from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
 
 
 def spec(*tensors, objects=()):
     return LocalSpec(
         tuple(TensorSpec(key, shape, torch.float32, tuple(boxes)) for key, shape, boxes in tensors), objects
     )
+
+
+def find_fault(shape, boxes):
+    return BoxTable.of(boxes, len(shape)).find_fault(shape)
+
+
+def make_plan(specs, fully_parallel=True):
+    return plan_packed([pack(spec) for spec in specs], fully_parallel)
 
 
 def cells(offset, shape):
@@ -91,12 +100,11 @@ def test_level_is_water_filling(loads, total):
     assert all(new >= old for new, old in zip(result, loads, strict=True))
 
 
-def written(plans):
-    """Key -> all boxes of all plans."""
+def written(plan):
+    """Key -> all boxes that are written."""
     boxes = {}
-    for plan in plans:
-        for item in plan.items:
-            boxes.setdefault(item.key, []).append((item.offset, item.shape))
+    for key, extent in plan.extents():
+        boxes.setdefault(key, []).append(extent)
     return boxes
 
 
@@ -105,30 +113,31 @@ def written(plans):
 def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
     shapes = {"w": (1000, 64), "e": (5000, 32), "b": (64,), "n": (1, 333, 32)}
     mine = spec(*((key, shape, [((0,) * len(shape), shape)]) for key, shape in shapes.items()), objects=("rng",))
-    plans = make_plan([mine] * size, fully_parallel)
-    for key, boxes in written(plans).items():
+    plan = make_plan([mine] * size, fully_parallel)
+    assert written(plan).keys() == shapes.keys()
+    for key, boxes in written(plan).items():
         assert find_fault(shapes[key], boxes) is None
-    loads = [plan.nbytes for plan in plans]
+    loads = plan.loads
     if fully_parallel:
         assert max(loads) <= 1.1 * sum(loads) / size
     else:
         assert loads[1:] == [0] * (size - 1)
-    assert [key for plan in plans for key in plan.objects] == ["rng"]
+    assert [key for objects in plan.objects for key in objects] == ["rng"]
 
 
 def test_shares_level_out_what_ranks_write_alone():
     """Rank 0 holds a large optimizer shard of its own, so the others take the replicated weights."""
     weight = ("w", (600, 100), [((0, 0), (600, 100))])
-    plans = make_plan([spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)])
-    loads = [plan.nbytes for plan in plans]
+    plan = make_plan([spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)])
+    loads = plan.loads
     assert max(loads) <= 1.1 * sum(loads) / 3
-    assert loads[0] == 120_000 and [item.key for item in plans[0].items] == ["o"]
+    assert loads[0] == 120_000 and plan.rows.tensor[plan.rows.rank == 0].tolist() == [1]
 
 
 def test_split_tensors_stay_with_their_owners():
     halves = [spec(("w", (8, 4), [((4 * rank, 0), (4, 4))])) for rank in range(2)]
-    plans = make_plan(halves)
-    assert [[item.offset for item in plan.items] for plan in plans] == [[(0, 0)], [(4, 0)]]
+    plan = make_plan(halves)
+    assert plan.rows.rank.tolist() == [0, 1] and plan.rows.offset.tolist() == [[0, 0], [4, 0]]
 
 
 def test_every_conflict_is_named():

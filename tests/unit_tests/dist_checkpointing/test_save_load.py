@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     save,
 )
-from megatron.core.dist_checkpointing.planning.planner import find_fault
 
 GLOBAL_SHAPES = {
     "embedding.weight": ((101, 16), torch.float32),
@@ -183,7 +182,7 @@ def test_chunks_tile_every_tensor(checkpoints, layout):
     metadata = read_metadata(checkpoints / f"{layout[0]}_{layout[1]}")
     assert set(metadata.tensors) == set(GLOBAL_SHAPES) | {"exp_avg." + key for key in GLOBAL_SHAPES}
     for key, tensor in metadata.tensors.items():
-        assert find_fault(tensor.shape, [(chunk.offset, chunk.shape) for chunk in tensor.chunks]) is None, key
+        assert tensor.chunks.find_fault(tensor.shape) is None, key
     for file, size in metadata.file_sizes().items():
         assert (checkpoints / f"{layout[0]}_{layout[1]}" / file).stat().st_size >= size
 

@@ -36,7 +36,8 @@ from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
-from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, row_slices
+from megatron.core.dist_checkpointing.boxes import cut_rows
+from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
 from megatron.core.dist_checkpointing.verification import total_bytes
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
@@ -62,7 +63,7 @@ class View:
     def slices(self, key: str) -> Any:
         """(offset, rows) of a tensor in turn."""
         info = self.tensors[key]
-        for offset, shape in row_slices(info.shape, info.dtype.itemsize, SLICE):
+        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, SLICE):
             yield offset, self.read(key, offset, shape)
 
 

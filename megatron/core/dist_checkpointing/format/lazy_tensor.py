@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
-from megatron.core.dist_checkpointing.mapping import Shape
 
 
 @dataclass(frozen=True)

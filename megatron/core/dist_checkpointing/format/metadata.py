@@ -1,23 +1,20 @@
-"""What a checkpoint contains and where: our view of DCP's `.metadata`, and both directions of its pickle."""
+"""What a checkpoint contains and where: tensors as tables of stored boxes, objects by place."""
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, file_name, printable, shown
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
-from megatron.core.dist_checkpointing.mapping import Shape
 
 
 class Location(NamedTuple):
@@ -36,13 +33,35 @@ class StoredChunk(NamedTuple):
     location: Location
 
 
-@dataclass
-class StoredTensor:
-    """A global tensor and the chunks that tile it."""
+@dataclass(frozen=True)
+class ChunkTable(BoxTable):
+    """The stored boxes of a tensor: box `i` is `length[i]` bytes at `position[i]` of file `files[file[i]]`."""
 
-    shape: Shape
-    dtype: torch.dtype
-    chunks: list[StoredChunk] = field(default_factory=list)
+    files: Sequence[str]  # of the whole checkpoint
+    file: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+
+    def __getitem__(self, number: int) -> StoredChunk:
+        offset, shape = (tuple(array[number].tolist()) for array in (self.offset, self.shape))
+        place = (int(array[number]) for array in (self.position, self.length))
+        return StoredChunk(offset, shape, Location(self.files[self.file[number]], *place))
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class StoredTensor:
+    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them when first needed."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, chunks: ChunkTable | Callable[[], ChunkTable]) -> None:
+        self.shape, self.dtype, self._chunks = shape, dtype, chunks
+
+    @property
+    def chunks(self) -> ChunkTable:
+        if not isinstance(self._chunks, ChunkTable):
+            self._chunks = self._chunks()
+        return self._chunks
 
     @property
     def nbytes(self) -> int:
@@ -56,46 +75,31 @@ class CheckpointMetadata:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Location] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
-
-    def locations(self) -> Iterable[Location]:
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                yield chunk.location
-        yield from self.objects.values()
+    tensor_sizes: dict[str, int] | None = None
+    """`tensor_file_sizes`, where they are known without the tables."""
 
     def file_sizes(self) -> dict[str, int]:
         """The files of the checkpoint and how long each must be at least."""
-        sizes: dict[str, int] = {}
-        for file, position, length in self.locations():
+        sizes = self.tensor_file_sizes()
+        for file, position, length in self.objects.values():
             sizes[file] = max(sizes.get(file, 0), position + length)
         return sizes
 
-
-def encode_metadata(metadata: CheckpointMetadata) -> bytes:
-    """The pickle that every version of DCP (and Megatron-core through it) reads."""
-    state: dict[str, dcp.STORAGE_TYPES] = {}
-    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for key, tensor in metadata.tensors.items():
-        chunks = []
-        for chunk in tensor.chunks:
-            offset = torch.Size(chunk.offset)
-            chunks.append(dcp.ChunkStorageMetadata(offset, torch.Size(chunk.shape)))
-            storage[dcp.MetadataIndex(key, offset)] = _StorageInfo(*chunk.location)
-        properties = dcp.TensorProperties(dtype=tensor.dtype)
-        state[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    for key, location in metadata.objects.items():
-        state[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = _StorageInfo(*location)
-    names = {key: (key,) for key in state}  # a flat dictionary; older versions of torch insist on it
-    result = dcp.Metadata(state, planner_data=names, storage_data=storage, storage_meta=dcp.StorageMeta())
-    result.version = "1.0.0"  # older versions of torch have no such field
-    buffer = io.BytesIO()
-    pickle.dump(result, buffer, protocol=4)
-    return buffer.getvalue()
+    def tensor_file_sizes(self) -> dict[str, int]:
+        """As `file_sizes`, for tensors alone."""
+        if self.tensor_sizes is not None:
+            return dict(self.tensor_sizes)
+        tables = [tensor.chunks for tensor in self.tensors.values()]
+        if not tables:
+            return {}
+        ends = np.zeros(len(tables[0].files), dtype=np.int64)
+        for table in tables:
+            np.maximum.at(ends, table.file, table.position + table.length)
+        return {file: int(end) for file, end in zip(tables[0].files, ends, strict=True) if end}
 
 
-def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
-    """Raises CheckpointError that names `where` for anything but an intact `.metadata`."""
+def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
+    """The metadata that any version of DCP has pickled. Raises CheckpointError that names `where`."""
     root = safe_loads(data, where)
     try:
         return _decode(root.state, where)
@@ -108,37 +112,55 @@ def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
     locations: dict[tuple[str, Shape | None], Location] = {}
-    files: set[str] = set()
     for index, info in root["storage_data"].items():
         key = index.state["fqn"]
         if info.state.get("transform_descriptors"):
             raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
         location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        if location.file not in files:
-            files.add(file_name(location.file, f"{where}: the file of {shown(key)}"))
-        COUNT(location.position, f"{where}: the place of {shown(key)}")
-        COUNT(location.length, f"{where}: the length of {shown(key)}")
+        check_location(location, f"{where}: {shown(key)}")
         offset = index.state.get("offset")
         locations[key, None if offset is None else _shape(offset, key, where)] = location
+    files = tuple(dict.fromkeys(location.file for location in locations.values()))
+    numbers = {file: number for number, file in enumerate(files)}
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
         check_key(key, f"{where}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
             result.objects[key] = locations[key, None]
             continue
-        tensor = StoredTensor(_shape(entry.state["size"], key, where), _dtype_of(entry.state["properties"]))
+        shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
+        chunks = []
         for chunk in entry.state["chunks"]:
-            offset, shape = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
-            if len(offset) != len(tensor.shape) or len(shape) != len(tensor.shape):
-                raise CheckpointError(
-                    f"{where}: {shown(key)} of shape {tensor.shape} has a chunk at {offset} of {shape}"
-                )
-            tensor.chunks.append(StoredChunk(offset, shape, locations[key, offset]))
-        result.tensors[key] = tensor
+            offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
+            if len(offset) != len(shape) or len(extent) != len(shape):
+                raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
+            chunks.append(StoredChunk(offset, extent, locations[key, offset]))
+        boxes = BoxTable.of([chunk[:2] for chunk in chunks], len(shape))
+        places = [(numbers[file], position, length) for _, _, (file, position, length) in chunks]
+        columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
+        table = ChunkTable(boxes.offset, boxes.shape, files, *columns)
+        check_inside(table, shape, what)
+        result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
     known = {"state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans"}
     result.extra = {name: value for name, value in root.items() if name not in known}
     check_bounded(result.extra, where)
     return result
+
+
+def check_location(location: Location, what: str) -> None:
+    """Raises CheckpointError for a place that cannot be in the checkpoint's directory."""
+    file_name(location.file, f"{what}: its file")
+    COUNT(location.position, f"{what}: its place")
+    COUNT(location.length, f"{what}: its length")
+
+
+def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
+    """Raises CheckpointError for a box that does not lie in a tensor of `shape`."""
+    end = np.array(shape, dtype=np.int64)
+    wrong = (table.offset < 0) | (table.shape < 0) | (table.offset > end) | (table.shape > end - table.offset)
+    for number in np.flatnonzero(wrong.any(axis=1))[:1]:
+        offset, extent = (tuple(array[number].tolist()) for array in (table.offset, table.shape))
+        raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}")
 
 
 def _shape(value: Any, key: str, where: str) -> Shape:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.input_files import open_regular
 from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage
@@ -43,7 +44,6 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
 )
 from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, printable, shown
 from megatron.core.dist_checkpointing.format.torch_zip import Archive
-from megatron.core.dist_checkpointing.mapping import Shape
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, WriteItem, share_evenly
+from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative
+from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, share_evenly
 
 _ROUND_BYTES = 256 << 20  # the buffer of one round, all ranks together
 _LARGEST_PART = 16 << 20
@@ -20,19 +21,19 @@ _LARGEST_PART = 16 << 20
 BoxOf = dict[tuple[str, Shape], Box]
 
 
-def shared_items(specs: Sequence[LocalSpec]) -> list[WriteItem]:
+def shared_items(specs: Sequence[LocalSpec]) -> list[Item]:
     """The boxes that every rank wants, in the same order on every rank."""
     wanted = [{(t.key, t.dtype, extent) for t in spec.tensors for extent in t.boxes} for spec in specs]
     common = set.intersection(*wanted)
     return [
-        WriteItem(tensor.key, tensor.dtype, offset, offset, shape)
+        Item(tensor.key, tensor.dtype, offset, offset, shape)
         for tensor in sorted(specs[0].tensors, key=lambda tensor: tensor.key)
         for offset, shape in tensor.boxes
         if (tensor.key, tensor.dtype, (offset, shape)) in common
     ]
 
 
-def share_reading(specs: Sequence[LocalSpec]) -> list[list[WriteItem]]:
+def share_reading(specs: Sequence[LocalSpec]) -> list[list[Item]]:
     """Which rows of the shared boxes each rank reads; a pure function, so all ranks know all shares."""
     return share_evenly(shared_items(specs), len(specs))
 
@@ -42,15 +43,12 @@ def boxes_of(state: ShardedStateDict) -> BoxOf:
     return {(entry.key, box.offset): box for entry in tensors for box in entry.boxes}
 
 
-def view_of(item: WriteItem, boxes: BoxOf) -> torch.Tensor:
+def view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
     """The rows of the local box that `item` means."""
-    region = boxes[item.key, item.box].tensor.detach()
-    for axis, (first, start, extent) in enumerate(zip(item.offset, item.box, item.shape, strict=True)):
-        region = region.narrow(axis, first - start, extent)
-    return region
+    return narrow(boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape)
 
 
-def exchange(shares: list[list[WriteItem]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
+def exchange(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
     """Every rank has read its share into its boxes; afterwards every rank has all of them. A collective of `group`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.loading.strictness import KeyReport, check_strictness, compare_keys, react
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, WriteItem, describe
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
 
 
 @dataclass
@@ -83,7 +83,7 @@ def load(
 
 def _shares(
     state: ShardedStateDict, reader: Reader, spec: LocalSpec, group: dist.ProcessGroup | None
-) -> list[list[WriteItem]]:
+) -> list[list[Item]]:
     """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
     if group is None or dist.get_world_size(group) == 1:
         return []
@@ -95,7 +95,7 @@ def _read_local(
     state: ShardedStateDict,
     reader: Reader,
     workers: int,
-    shares: list[list[WriteItem]],
+    shares: list[list[Item]],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Read into this rank's boxes: of the shared ones its own share only, all others whole."""

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,18 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk, decode_metadata
+from megatron.core.dist_checkpointing.format.input_files import open_regular
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
+from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
 from megatron.core.dist_checkpointing.loading.block_verifier import BlockVerifier
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.ranges import READ_THROUGH, ChunkIndex, Overlap, Runs, byte_runs
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
+_READ_THROUGH = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through
 _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 
@@ -33,16 +36,24 @@ _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
     """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
     path = Path(directory) / METADATA
-    return decode_metadata(_read_file(path), str(path))
-
-
-def _read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return open_metadata(_OpenFile(path).read, path.stat().st_size, str(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+class _OpenFile:
+    """Open for as long as someone may read from it."""
+
+    def __init__(self, path: Path) -> None:
+        with open_regular(path) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, position: int, length: int) -> bytes:
+        return os.pread(self._descriptor, length, position)
 
 
 class Request(NamedTuple):
@@ -54,15 +65,16 @@ class Request(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one chunk gives to one target."""
+    """What one chunk gives to one target: its box at `in_chunk`, of the target's shape."""
 
-    overlap: Overlap
+    chunk: StoredChunk
+    in_chunk: Shape
     dtype: torch.dtype
     target: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.overlap.shape).numel() * self.dtype.itemsize
+        return self.target.numel() * self.dtype.itemsize
 
 
 class Reader:
@@ -81,7 +93,6 @@ class Reader:
         self.bytes_read = 0
         self.bytes_needed = 0
         self._lock = threading.Lock()
-        self._indices: dict[str, ChunkIndex] = {}
         self._data_offsets: dict[Location, int | None] = {}
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -107,7 +118,7 @@ class Reader:
         by_file: dict[str, list[_Piece]] = defaultdict(list)
         for request in requests:
             for piece in self._pieces(request):
-                by_file[piece.overlap.chunk.location.file].append(piece)
+                by_file[piece.chunk.location.file].append(piece)
         batches = [batch for pieces in by_file.values() for batch in _batches(pieces)]
         if workers == 1 or len(batches) == 1:
             for batch in batches:
@@ -119,16 +130,12 @@ class Reader:
 
     def _pieces(self, request: Request) -> Iterable[_Piece]:
         stored = self.metadata.tensors[request.key]
-        if request.key not in self._indices:
-            self._indices[request.key] = ChunkIndex(stored.chunks)
         target = request.target.detach()
         found = 0
-        for overlap in self._indices[request.key].overlaps(request.offset, tuple(target.shape)):
-            region = target
-            for axis, (first, extent) in enumerate(zip(overlap.in_box, overlap.shape, strict=True)):
-                region = region.narrow(axis, first, extent)
+        for number, (in_chunk, in_target, shape) in stored.chunks.overlaps(request.offset, tuple(target.shape)):
+            region = narrow(target, in_target, shape)
             found += region.numel()
-            yield _Piece(overlap, stored.dtype, region)
+            yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
         if found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
@@ -136,7 +143,7 @@ class Reader:
             )
 
     def _read_batch(self, pieces: Sequence[_Piece]) -> None:
-        path = self._path(pieces[0].overlap.chunk.location.file)
+        path = self._path(pieces[0].chunk.location.file)
         with _ShardReader(self, path) as shard:
             for piece in pieces:
                 shard.fill(piece)
@@ -149,7 +156,7 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
     """Pieces of one file in the order of the file, about `_BATCH` bytes together."""
     batch: list[_Piece] = []
     size = 0
-    for piece in sorted(pieces, key=lambda piece: piece.overlap.chunk.location.position):
+    for piece in sorted(pieces, key=lambda piece: piece.chunk.location.position):
         for part in _split(piece):
             batch.append(part)
             size += part.nbytes
@@ -162,20 +169,12 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
 
 def _split(piece: _Piece) -> Iterable[_Piece]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
-    overlap = piece.overlap
-    axis = next((i for i, extent in enumerate(overlap.shape) if extent > 1), None)
-    if piece.nbytes <= 2 * _BATCH or axis is None:
+    if piece.nbytes <= 2 * _BATCH:
         yield piece
         return
-    rows = overlap.shape[axis]
-    step = max(1, rows * _BATCH // piece.nbytes)
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        moved = [tuple(o + first * (i == axis) for i, o in enumerate(place)) for place in overlap[1:3]]
-        shape = tuple(count if i == axis else n for i, n in enumerate(overlap.shape))
-        yield piece._replace(
-            overlap=Overlap(overlap.chunk, moved[0], moved[1], shape), target=piece.target.narrow(axis, first, count)
-        )
+    for offset, shape in cut_rows(tuple(piece.target.shape), piece.dtype.itemsize, _BATCH):
+        target = narrow(piece.target, offset, shape)
+        yield piece._replace(in_chunk=shifted(piece.in_chunk, offset), target=target)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -213,8 +212,8 @@ class _ShardReader:
 
     def fill(self, piece: _Piece) -> None:
         """Read the piece into its target, directly where the target is plain memory of the same dtype."""
-        target, overlap = piece.target, piece.overlap
-        data = self._data_offset(overlap.chunk, piece.dtype)
+        target = piece.target
+        data = self._data_offset(piece.chunk, piece.dtype)
         with self._reader._lock:
             self._reader.bytes_needed += piece.nbytes
         if data is None:
@@ -224,7 +223,7 @@ class _ShardReader:
         flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
         buffer = _memory(flat)
         position = 0
-        for runs in byte_runs(overlap.chunk.shape, overlap.in_chunk, overlap.shape, piece.dtype.itemsize):
+        for runs in byte_runs(piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize):
             length = runs.repeats * runs.length
             self._read_runs(buffer[position : position + length], runs, data)
             position += length
@@ -233,7 +232,7 @@ class _ShardReader:
 
     def _read_runs(self, buffer: memoryview, runs: Runs, data: int) -> None:
         start, length, stride, count = data + runs.start, runs.length, runs.stride, runs.repeats
-        if count > 1 and stride - length < READ_THROUGH:
+        if count > 1 and runs.gap < _READ_THROUGH:
             self._read_through(buffer, runs, start)
             return
         for i in range(count):
@@ -309,14 +308,12 @@ class _ShardReader:
         return None
 
     def _fill_from_whole(self, piece: _Piece) -> None:
-        chunk = piece.overlap.chunk
+        chunk = piece.chunk
         item = self.read(chunk.location.position, chunk.location.length)
         tensor = safe_load(bytes(item), where=self._item_name(chunk))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != piece.dtype:
             raise CheckpointError(f"{self._item_name(chunk)}: not the {piece.dtype} tensor of shape {chunk.shape}")
-        for axis, (first, extent) in enumerate(zip(piece.overlap.in_chunk, piece.overlap.shape, strict=True)):
-            tensor = tensor.narrow(axis, first, extent)
-        piece.target.copy_(tensor)
+        piece.target.copy_(narrow(tensor, piece.in_chunk, tuple(piece.target.shape)))
 
     def _item_name(self, chunk: StoredChunk) -> str:
         return f"{self._path} (item at byte {chunk.location.position}, chunk at {chunk.offset})"

@@ -1,4 +1,4 @@
-"""Where every byte of a rank's files goes: a pure function of its plan, so it holds as long as the plan does.
+"""Where every byte of all files goes: a pure function of the plan, so it holds as long as the plan does.
 
 `__{rank}_{n}.distcp` for n < workers hold the tensors, `__{rank}_{workers}.distcp` the objects, whose lengths may
 change from save to save.
@@ -6,69 +6,149 @@ change from save to save.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk, StoredTensor
-from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, tensor_envelope
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, RankPlan, WriteItem
+import numpy as np
+
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, ChunkTable, StoredTensor
+from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, Envelope, tensor_envelope
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, RankPlan, SavePlan, number_places
 
 
 class PlacedItem(NamedTuple):
     """An item at `position` of its file; `data` is where its raw bytes begin, `end` where the next item may."""
 
-    item: WriteItem
+    item: Item
     position: int
-    data: int
-    length: int
-    end: int
+
+    @property
+    def envelope(self) -> Envelope:
+        return tensor_envelope(self.item.dtype, self.item.shape)
+
+    @property
+    def data(self) -> int:
+        return self.position + len(self.envelope.prefix)
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.envelope)) + self.item.nbytes
+
+    @property
+    def end(self) -> int:
+        return self.position + -(-self.length // ALIGNMENT) * ALIGNMENT
 
 
 class FileLayout(NamedTuple):
     name: str
     items: list[PlacedItem]
-    size: int
+
+    @property
+    def size(self) -> int:
+        return self.items[-1].end
 
 
-def layout_files(plan: RankPlan, rank: int, workers: int) -> list[FileLayout]:
-    """Spread the items of `rank` over at most `workers` files of about equal size."""
-    order = sorted(range(len(plan.items)), key=lambda i: -plan.items[i].nbytes)
-    file_of, sizes = [0] * len(plan.items), [0] * workers
-    for index in order:
-        file_of[index] = smallest = sizes.index(min(sizes))
-        sizes[smallest] += plan.items[index].nbytes + 1024
-    layouts = []
-    for n in range(workers):
-        placed, position = [], 0
-        for index, item in enumerate(plan.items):
-            if file_of[index] == n:
-                placed.append(_place(item, position))
-                position = placed[-1].end
-        if placed:
-            layouts.append(FileLayout(f"__{rank}_{n}.distcp", placed, position))
-    return layouts
+@dataclass
+class PlacedPlan:
+    """A plan and, for each of its lines, the file (`rank * workers + n`), the position in it and the length."""
+
+    plan: SavePlan
+    workers: int
+    file: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files with tensors."""
+        return int(_aligned(self.length).sum())
+
+    def of_rank(self, rank: int) -> RankPlan:
+        rows = self.plan.rows
+        mine = slice(*np.searchsorted(rows.rank, [rank, rank + 1]))
+        file = self.file[mine] - rank * self.workers
+        columns = (rows.box[mine], rows.first[mine], rows.count[mine], file, self.position[mine])
+        return RankPlan(np.stack(columns, axis=1), self.plan.objects[rank])
+
+    def metadata(self) -> CheckpointMetadata:
+        """That of the tensors; objects are added when their lengths are known."""
+        rows, tensors = self.plan.rows, self.plan.tensors
+        used, file = np.unique(self.file, return_inverse=True)
+        files = tuple(file_name(number // self.workers, number % self.workers) for number in used.tolist())
+        order = np.argsort(number_places(tensors, rows.tensor, rows.offset), kind="stable")
+        columns = [column[order] for column in (rows.offset, rows.shape, file, self.position, self.length)]
+        ends = np.searchsorted(rows.tensor[order], np.arange(len(tensors) + 1))
+        result = CheckpointMetadata()
+        for number, (key, shape, dtype) in enumerate(tensors):
+            offset, extent, *place = (column[ends[number] : ends[number + 1]] for column in columns)
+            table = ChunkTable(offset[:, : len(shape)], extent[:, : len(shape)], files, *place)
+            result.tensors[key] = StoredTensor(shape, dtype, table)
+        return result
 
 
-def _place(item: WriteItem, position: int) -> PlacedItem:
-    envelope = tensor_envelope(item.dtype, item.shape)
-    data = position + len(envelope.prefix)
-    length = len(envelope.prefix) + item.nbytes + len(envelope.suffix)
-    end = position + -(-length // ALIGNMENT) * ALIGNMENT
-    return PlacedItem(item, position, data, length, end)
+def file_name(rank: int, number: int) -> str:
+    return f"__{rank}_{number}.distcp"
 
 
-def plan_metadata(specs: list[LocalSpec], layouts: list[list[FileLayout]]) -> CheckpointMetadata:
-    """The metadata of the tensors of a plan; objects are added when their lengths are known."""
-    result = CheckpointMetadata()
-    for spec in specs:
-        for tensor in spec.tensors:
-            if tensor.key not in result.tensors:
-                result.tensors[tensor.key] = StoredTensor(tensor.shape, tensor.dtype)
-    for files in layouts:
-        for file in files:
-            for placed in file.items:
-                location = Location(file.name, placed.position, placed.length)
-                chunk = StoredChunk(placed.item.offset, placed.item.shape, location)
-                result.tensors[placed.item.key].chunks.append(chunk)
-    for stored in result.tensors.values():
-        stored.chunks.sort()
-    return result
+def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
+    """Spread the items of every rank over at most `workers` files of about equal size."""
+    rank, nbytes = plan.rows.rank, plan.nbytes
+    file = rank * workers + _spread(rank, nbytes, workers)
+    length = nbytes + _envelope_sizes(plan)
+    order = np.argsort(file, kind="stable")
+    ends = np.cumsum(_aligned(length)[order])
+    begins = np.concatenate([[0], ends[:-1]])
+    new = np.flatnonzero(np.diff(file[order], prepend=-1))
+    position = np.empty_like(ends)
+    position[order] = begins - np.repeat(begins[new], np.diff(new, append=len(order)))
+    return PlacedPlan(plan, workers, file, position, length)
+
+
+def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
+    """The file of each item among its rank's: the largest first, each into the file that is the smallest so far."""
+    by_size = np.lexsort((-nbytes, rank))
+    first = np.searchsorted(rank, rank)  # of the same rank
+    turn = np.empty_like(first)
+    turn[by_size] = np.arange(len(rank)) - first[by_size]
+    in_turn = np.argsort(turn, kind="stable")
+    ends = np.searchsorted(turn[in_turn], np.arange(turn.max(initial=-1) + 2))
+    sizes = np.zeros((rank.max(initial=-1) + 1, workers), dtype=np.int64)
+    file = np.zeros_like(rank)
+    for start, stop in zip(ends[:-1], ends[1:], strict=True):  # one item of every rank at a time
+        items = in_turn[start:stop]
+        smallest = sizes[rank[items]].argmin(axis=1)
+        file[items] = smallest
+        sizes[rank[items], smallest] += nbytes[items] + 1024
+    return file
+
+
+def _envelope_sizes(plan: SavePlan) -> np.ndarray:
+    """Bytes around the raw data of each item, which depend on its dtype and shape."""
+    dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
+    kinds = np.array([[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64)
+    kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
+    for column in (*kinds.reshape(-1, 2)[plan.rows.tensor].T, *plan.rows.shape.T):
+        values, number = np.unique(column, return_inverse=True)
+        kind = np.unique(kind * len(values) + number, return_inverse=True)[1]
+    example = np.unique(kind, return_index=True)[1]
+    sizes = []
+    for line in example.tolist():
+        _, shape, dtype = plan.tensors[plan.rows.tensor[line]]
+        extent = tuple(plan.rows.shape[line, : len(shape)].tolist())
+        sizes.append(sum(map(len, tensor_envelope(dtype, extent))))
+    return np.array(sizes, dtype=np.int64)[kind]
+
+
+def _aligned(length: np.ndarray) -> np.ndarray:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def files_of(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
+    """The files that a rank writes."""
+    boxes = [(tensor, extent) for tensor in spec.tensors for extent in tensor.boxes]
+    files: dict[int, list[PlacedItem]] = {}
+    for box, first, count, file, position in plan.items.tolist():
+        tensor, (offset, shape) = boxes[box]
+        item = Item(tensor.key, tensor.dtype, offset, offset, shape).rows(first, count)
+        files.setdefault(file, []).append(PlacedItem(item, position))
+    return [FileLayout(file_name(rank, file), items) for file, items in sorted(files.items())]

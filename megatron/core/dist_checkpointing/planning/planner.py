@@ -1,23 +1,25 @@
 """Who writes which box: pure functions from what every rank holds to what every rank writes.
 
-`describe` (on every rank) -> `make_plan` (on one) -> one `RankPlan` per rank. No communication, no tensors: a plan for
-thousands of ranks can be computed on one machine.
+`describe` and `pack` (on every rank) -> `make_plan` (on one) -> one `RankPlan` per rank. No communication, no tensors.
+At 16,384 ranks there are millions of boxes, so the plan of all of them is made of arrays, a row per box.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from megatron.core.dist_checkpointing.boxes import BoxTable, Extent, Shape, row_axis, rows_of, shifted
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Shape, ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 
-Extent = tuple[Shape, Shape]  # offset and shape of a box
+TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 
 
 class TensorSpec(NamedTuple):
@@ -36,8 +38,17 @@ class LocalSpec(NamedTuple):
     objects: tuple[str, ...]
 
 
-class WriteItem(NamedTuple):
-    """The box at `offset` of extent `shape`, a run of rows of this rank's box at `box`."""
+class PackedSpec(NamedTuple):
+    """A `LocalSpec` on its way to the rank that plans."""
+
+    tensors: tuple[TensorType, ...]
+    objects: tuple[str, ...]
+    counts: np.ndarray  # boxes of each tensor
+    boxes: np.ndarray  # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1
+
+
+class Item(NamedTuple):
+    """The box at `offset` of `shape`, some rows of this rank's box at `box`."""
 
     key: str
     dtype: torch.dtype
@@ -49,16 +60,16 @@ class WriteItem(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def rows(self, first: int, count: int) -> Item:
+        offset, shape = rows_of(self.shape, first, count)
+        return self._replace(offset=shifted(self.offset, offset), shape=shape)
+
 
 class RankPlan(NamedTuple):
-    """What one rank writes."""
+    """What one rank writes: rows `[first, first + count)` of its box number `box`, at `position` of file `file`."""
 
-    items: list[WriteItem]
+    items: np.ndarray  # [items, 5]: box, first, count, file, position
     objects: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(item.nbytes for item in self.items)
 
 
 def describe(state: ShardedStateDict) -> LocalSpec:
@@ -83,127 +94,234 @@ def describe(state: ShardedStateDict) -> LocalSpec:
             if 0 not in shape or 0 in entry.global_shape:
                 boxes.append((box.offset, shape))
         tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, tuple(boxes)))
-    keys = [tensor.key for tensor in tensors] + objects
-    if len(set(keys)) != len(keys):
-        raise CheckpointError(f"one rank holds several entries with the same key: {_some(_duplicates(keys))}")
+    twice = [key for key, count in Counter([tensor.key for tensor in tensors] + objects).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"one rank holds several entries with the same key: {_some(twice, 10, ', ')}")
     return LocalSpec(tuple(tensors), tuple(objects))
 
 
-def make_plan(specs: Sequence[LocalSpec], fully_parallel: bool = True) -> list[RankPlan]:
+def pack(spec: LocalSpec) -> PackedSpec:
+    dims = max((len(tensor.shape) for tensor in spec.tensors), default=0)
+    extents = [
+        (offset + (0,) * (dims - len(shape)), shape + (1,) * (dims - len(shape)))
+        for tensor in spec.tensors
+        for offset, shape in tensor.boxes
+    ]
+    boxes = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
+    if boxes.max(initial=0) < 1 << 31:
+        boxes = boxes.astype(np.int32)  # to send less
+    counts = np.array([len(tensor.boxes) for tensor in spec.tensors], dtype=np.int32)
+    return PackedSpec(tuple(tensor[:3] for tensor in spec.tensors), spec.objects, counts, boxes)
+
+
+@dataclass
+class Rows:
+    """Rows of boxes that are written, one line each, in the order of the ranks and of their boxes."""
+
+    rank: np.ndarray
+    box: np.ndarray  # number among the rank's boxes
+    tensor: np.ndarray  # number in `SavePlan.tensors`
+    first: np.ndarray
+    count: np.ndarray
+    offset: np.ndarray  # [lines, dimensions], as in PackedSpec
+    shape: np.ndarray
+
+
+@dataclass
+class SavePlan:
+    """What all ranks write."""
+
+    tensors: list[TensorType]
+    objects: list[list[str]]  # by rank
+    rows: Rows
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """Of every line."""
+        itemsize = np.array([dtype.itemsize for _, _, dtype in self.tensors], dtype=np.int64)
+        return self.rows.shape.prod(axis=1) * itemsize[self.rows.tensor]
+
+    @property
+    def loads(self) -> list[int]:
+        """Bytes that each rank writes."""
+        return _sums(self.rows.rank, self.nbytes, len(self.objects)).tolist()
+
+    def extents(self) -> Iterator[tuple[str, Extent]]:
+        """Key and box of every line."""
+        for tensor, *extent in zip(self.rows.tensor, self.rows.offset.tolist(), self.rows.shape.tolist(), strict=True):
+            key, shape, _ = self.tensors[tensor]
+            offset, extents = (tuple(numbers[: len(shape)]) for numbers in extent)
+            yield key, (offset, extents)
+
+
+def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SavePlan:
     """Every box is written exactly once, by one of the ranks that hold it.
 
     Boxes that several ranks hold are shared out so that all ranks write about the same number of bytes
     (`fully_parallel`; large boxes are cut by rows), otherwise the lowest of these ranks writes them.
     Raises CheckpointError naming the keys whose shapes or dtypes differ between ranks or whose boxes do not tile them.
     """
-    _check_agreement(specs)
-    holders = _holders(specs)
-    _check_coverage(specs, holders)
-    plans = [RankPlan([], []) for _ in specs]
-    loads = [0] * len(specs)
-    shared: dict[tuple[int, ...], list[WriteItem]] = defaultdict(list)
-    for key, (dtype, boxes) in holders.items():
-        for (offset, shape), ranks in boxes.items():
-            item = WriteItem(key, dtype, offset, offset, shape)
-            if len(ranks) == 1 or not fully_parallel:
-                plans[ranks[0]].items.append(item)
-                loads[ranks[0]] += item.nbytes
-            else:
-                shared[tuple(ranks)].append(item)
-    # Small groups first: they have the least choice; the larger ones then level out what is left.
-    for group, items in sorted(shared.items(), key=lambda entry: (len(entry[0]), entry[0])):
-        shares = _level([loads[rank] for rank in group], sum(item.nbytes for item in items))
-        for rank, item in _share_out(group, shares, items):
-            plans[rank].items.append(item)
-            loads[rank] += item.nbytes
+    held = _Held.of(specs)
+    order, starts = _replicas(held)
+    _check_coverage(held, order[starts])
+    line, first, count = _choose(held, order, starts, fully_parallel, len(specs))
+    # From here on a line per run of rows that is written.
+    offset, shape = held.offset[line], held.shape[line]
+    part = np.flatnonzero(count != held.rows[line])
+    axis = held.axis[line[part]]
+    offset[part, axis] += first[part]
+    shape[part, axis] = count[part]
+    objects: list[list[str]] = []
     written: set[str] = set()
-    for plan, spec in zip(plans, specs, strict=True):
-        plan.objects.extend(key for key in spec.objects if key not in written)
+    for spec in specs:
+        objects.append([key for key in spec.objects if key not in written])
         written.update(spec.objects)
-    return plans
+    rows = Rows(held.rank[line], held.box[line], held.tensor[line], first, count, offset, shape)
+    return SavePlan(held.tensors, objects, rows)
 
 
-def share_evenly(items: list[WriteItem], size: int) -> list[list[WriteItem]]:
-    """Split boxes that all of `size` ranks hold into one share per rank, equal in bytes up to a row."""
-    shares: list[list[WriteItem]] = [[] for _ in range(size)]
-    for rank, item in _share_out(range(size), _level([0] * size, sum(item.nbytes for item in items)), items):
-        shares[rank].append(item)
-    return shares
+@dataclass
+class _Held:
+    """All boxes of all ranks, a line each, in the order of the ranks and of their boxes."""
+
+    tensors: list[TensorType]
+    rank: np.ndarray
+    box: np.ndarray
+    tensor: np.ndarray
+    offset: np.ndarray
+    shape: np.ndarray
+    nbytes: np.ndarray
+    axis: np.ndarray  # along which rows are counted
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, specs: Sequence[PackedSpec]) -> _Held:
+        numbers: dict[TensorType, int] = {}
+        per_rank = [[numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors] for spec in specs]
+        tensors, objects = list(numbers), {key for spec in specs for key in spec.objects}
+        keys = {key for key, _, _ in tensors}
+        if len(keys) < len(tensors) or keys & objects:
+            raise CheckpointError(_conflicts(specs))
+        dims = max(1, *(spec.boxes.shape[2] for spec in specs))
+        owner = [np.repeat(np.array(n, dtype=np.int64), s.counts) for n, s in zip(per_rank, specs, strict=True)]
+        boxes = np.concatenate([_padded(spec.boxes, dims) for spec in specs]).astype(np.int64)
+        offset, shape = boxes[:, 0], boxes[:, 1]
+        tensor = np.concatenate(owner)
+        itemsize = np.array([dtype.itemsize for _, _, dtype in tensors], dtype=np.int64)
+        axis = (shape > 1).argmax(axis=1)
+        rows = np.maximum(1, shape[np.arange(len(shape)), axis])
+        lengths = [len(spec.boxes) for spec in specs]
+        rank, box = np.repeat(np.arange(len(specs)), lengths), np.concatenate([np.arange(n) for n in lengths])
+        return cls(tensors, rank, box, tensor, offset, shape, shape.prod(axis=1) * itemsize[tensor], axis, rows)
+
+    def places(self) -> np.ndarray:
+        """For every box a number that says where it begins: ascending by tensor, then row-major."""
+        return number_places(self.tensors, self.tensor, self.offset)
 
 
-Holders = dict[str, tuple[torch.dtype, dict[Extent, list[int]]]]
+def number_places(tensors: Sequence[TensorType], tensor: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """For boxes of `tensors` a number that says where each begins: ascending by tensor, then row-major."""
+    strides, base, position = [], [], 0
+    for _, shape, _ in tensors:
+        padded = shape + (1,) * (offset.shape[1] - len(shape))
+        strides.append([math.prod(padded[axis + 1 :]) for axis in range(len(padded))])
+        base.append(position)
+        position += max(1, math.prod(shape))
+    assert position < 1 << 63, f"{position} elements are more than 64 bits can number"
+    steps = np.array(strides, dtype=np.int64).reshape(-1, offset.shape[1])[tensor]
+    return np.array(base, dtype=np.int64)[tensor] + (offset * steps).sum(axis=1)
 
 
-def _holders(specs: Sequence[LocalSpec]) -> Holders:
-    """Who holds each box, in ascending rank order."""
-    result: Holders = {}
-    for rank, spec in enumerate(specs):
-        for key, _, dtype, extents in spec.tensors:
-            boxes = result.setdefault(key, (dtype, {}))[1]
-            for extent in extents:
-                ranks = boxes.get(extent)
-                if ranks is None:
-                    boxes[extent] = [rank]
-                elif ranks[-1] != rank:
-                    ranks.append(rank)
-                else:
-                    raise CheckpointError(f"{key}: rank {rank} holds the box at {extent[0]} twice")
-    return result
+def _padded(boxes: np.ndarray, dims: int) -> np.ndarray:
+    missing = dims - boxes.shape[2]
+    if not missing:
+        return boxes
+    ends = np.broadcast_to(np.array([[0], [1]]), (len(boxes), 2, missing))
+    return np.concatenate([boxes, ends], axis=2)
 
 
-def _check_agreement(specs: Sequence[LocalSpec]) -> None:
-    """Shape and dtype of a key are the same on all ranks, and no key is a tensor here and an object there."""
-    first: dict[str, tuple[Shape, torch.dtype, int]] = {}
+def _replicas(held: _Held) -> tuple[np.ndarray, np.ndarray]:
+    """Lines in the order of places, and where in it a new box begins; the lines of one box are in rank order."""
+    places = held.places()
+    order = np.argsort(places, kind="stable")
+    shape, rank = held.shape[order], held.rank[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (np.diff(places[order]) != 0) | (shape[1:] != shape[:-1]).any(axis=1)
+    twice = np.flatnonzero(~new[1:] & (rank[1:] == rank[:-1]))
+    if len(twice):
+        line = order[twice[0]]
+        key, dims = held.tensors[held.tensor[line]][0], len(held.tensors[held.tensor[line]][1])
+        place = tuple(held.offset[line].tolist()[:dims])
+        raise CheckpointError(f"{key}: rank {held.rank[line]} holds the box at {place} twice")
+    return order, np.flatnonzero(new)
+
+
+def _check_coverage(held: _Held, distinct: np.ndarray) -> None:
+    """`distinct` boxes, in the order of the tensors, tile these."""
+    ends = np.searchsorted(held.tensor[distinct], np.arange(len(held.tensors) + 1))
+    problems = []
+    for number, (key, shape, _) in enumerate(held.tensors):
+        lines = distinct[ends[number] : ends[number + 1]]
+        table = BoxTable(held.offset[lines, : len(shape)], held.shape[lines, : len(shape)])
+        fault = table.find_fault(shape)
+        if fault is not None:
+            problems.append(f"{key} {shape}: {fault}")
+    if problems:
+        raise CheckpointError("boxes do not tile\n  " + _some(problems))
+
+
+def _conflicts(specs: Sequence[PackedSpec]) -> str:
+    """Which keys differ in shape or dtype, or are a tensor here and an object there."""
+    first: dict[str, tuple[TensorType, int]] = {}
     objects: dict[str, int] = {}
     conflicts: dict[str, str] = {}
     for rank, spec in enumerate(specs):
         objects.update({key: rank for key in spec.objects if key not in objects})
-        for key, shape, dtype, _ in spec.tensors:
-            known = first.setdefault(key, (shape, dtype, rank))
-            if known[:2] != (shape, dtype) and key not in conflicts:
-                conflicts[key] = f"{key}: {known[0]} {known[1]} on rank {known[2]}, {shape} {dtype} on rank {rank}"
+        for tensor in spec.tensors:
+            key, shape, dtype = tensor
+            known, other = first.setdefault(key, (tensor, rank))
+            if known != tensor and key not in conflicts:
+                conflicts[key] = f"{key}: {known[1]} {known[2]} on rank {other}, {shape} {dtype} on rank {rank}"
     for key in objects.keys() & first.keys():
-        conflicts[key] = f"{key}: an object on rank {objects[key]}, a tensor on rank {first[key][2]}"
-    if conflicts:
-        lines = list(conflicts.values())
-        raise CheckpointError("ranks disagree about\n  " + "\n  ".join(lines[:20]) + _more(lines))
+        conflicts[key] = f"{key}: an object on rank {objects[key]}, a tensor on rank {first[key][1]}"
+    return "ranks disagree about\n  " + _some(list(conflicts.values()))
 
 
-def _check_coverage(specs: Sequence[LocalSpec], holders: Holders) -> None:
-    shapes = {tensor.key: tensor.shape for spec in specs for tensor in spec.tensors}
-    problems = []
-    for key, (_, boxes) in holders.items():
-        fault = find_fault(shapes[key], boxes)
-        if fault is not None:
-            problems.append(f"{key} {shapes[key]}: {fault}")
-    if problems:
-        raise CheckpointError("boxes do not tile\n  " + "\n  ".join(problems[:20]) + _more(problems))
+def _choose(
+    held: _Held, order: np.ndarray, starts: np.ndarray, fully_parallel: bool, world: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which lines are written, and which of their rows, in the order of the lines: (line, first, count)."""
+    counts = np.diff(starts, append=len(order))
+    alone = order[starts[(counts == 1) | (not fully_parallel)]]
+    loads = _sums(held.rank[alone], held.nbytes[alone], world).tolist()
+    shared: dict[bytes, list[np.ndarray]] = defaultdict(list)  # lines of each box, by the ranks that hold it
+    several = np.flatnonzero(counts > 1) if fully_parallel else ()
+    for number in several:
+        lines = order[starts[number] : starts[number] + counts[number]]
+        shared[held.rank[lines].tobytes()].append(lines)
+    cut = []
+    # Small groups first: they have the least choice; the larger ones then level out what is left.
+    by_ranks = [(np.frombuffer(ranks, dtype=held.rank.dtype).tolist(), boxes) for ranks, boxes in shared.items()]
+    for group, boxes in sorted(by_ranks, key=lambda entry: (len(entry[0]), entry[0])):
+        heads = [lines[0] for lines in boxes]
+        sizes = list(zip(held.rows[heads].tolist(), held.nbytes[heads].tolist(), strict=True))
+        shares = _level([loads[rank] for rank in group], sum(nbytes for _, nbytes in sizes))
+        for member, box, start, rows in _share_out(shares, sizes):
+            cut.append((boxes[box][member], start, rows))
+            loads[group[member]] += rows * (sizes[box][1] // sizes[box][0])
+    whole = np.stack([alone, np.zeros_like(alone), held.rows[alone]], axis=1)
+    line, first, count = np.concatenate([whole, np.array(cut, dtype=np.int64).reshape(-1, 3)]).T
+    in_order = np.argsort(line, kind="stable")
+    return line[in_order], first[in_order], count[in_order]
 
 
-def find_fault(shape: Shape, boxes: Iterable[Extent]) -> str | None:
-    """None if `boxes` cover every element of `shape` exactly once; else where the first hole or overlap is.
-
-    Exact and linear in the number of boxes: how often each element is covered is a function on the grid, and its mixed
-    difference lives on the corners of the boxes, +1 or -1 each. Two such functions are equal if these differences are,
-    and at the first corner (in row-major order) where they differ so do the functions, by that amount.
-    """
-    if 0 in shape:
-        return None
-    corners: dict[Shape, int] = defaultdict(int)
-
-    def add(offset: Shape, extent: Shape, sign: int) -> None:
-        for upper in product((False, True), repeat=len(extent)):
-            corner = tuple(o + n if up else o for o, n, up in zip(offset, extent, upper, strict=True))
-            corners[corner] += -sign if sum(upper) % 2 else sign
-
-    for offset, extent in boxes:
-        add(offset, extent, 1)
-    add((0,) * len(shape), shape, -1)
-    wrong = [corner for corner, count in corners.items() if count]
-    if not wrong:
-        return None
-    first = min(wrong)
-    return f"element {first} is held by no rank" if corners[first] < 0 else f"different boxes overlap at {first}"
+def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Split boxes that all of `size` ranks hold into one share per rank, equal in bytes up to a row."""
+    sizes = [(1 if (axis := row_axis(item.shape)) is None else item.shape[axis], item.nbytes) for item in items]
+    shares: list[list[Item]] = [[] for _ in range(size)]
+    for rank, number, first, count in _share_out(_level([0] * size, sum(nbytes for _, nbytes in sizes)), sizes):
+        shares[rank].append(items[number].rows(first, count))
+    return shares
 
 
 def _level(loads: list[int], total: int) -> list[int]:
@@ -223,24 +341,21 @@ def _level(loads: list[int], total: int) -> list[int]:
     return shares
 
 
-def _share_out(ranks: Sequence[int], shares: list[int], items: list[WriteItem]) -> Iterator[tuple[int, WriteItem]]:
-    """Walk over `items` as one sequence of bytes and cut it, at rows, where a rank's share is reached."""
-    due = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share] or [(ranks[0], 0)]
+def _share_out(shares: list[int], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Walk over boxes of (rows, bytes) as one sequence of bytes and cut it, at rows, where a share is reached.
+
+    Yields (number of the share, number of the box, first row, count).
+    """
+    due = [(member, share) for member, share in enumerate(shares) if share] or [(0, 0)]
     current, left = 0, due[0][1]
-    for item in items:
-        axis = next((i for i, extent in enumerate(item.shape) if extent > 1), None)
-        rows = 1 if axis is None else item.shape[axis]
-        row_bytes = item.nbytes // rows
-        done = 0
+    for number, (rows, nbytes) in enumerate(sizes):
+        row_bytes, done = nbytes // rows, 0
         while done < rows:
-            last = current == len(due) - 1
-            take = (
-                rows - done
-                if last or not row_bytes
-                else min(rows - done, -(-(2 * left - row_bytes) // (2 * row_bytes)))
-            )
+            take = rows - done
+            if current < len(due) - 1 and row_bytes:
+                take = min(take, -(-(2 * left - row_bytes) // (2 * row_bytes)))
             if take > 0:
-                yield due[current][0], _rows(item, axis, done, take)
+                yield due[current][0], number, done, take
                 done += take
                 left -= take * row_bytes
             if done < rows:
@@ -249,22 +364,11 @@ def _share_out(ranks: Sequence[int], shares: list[int], items: list[WriteItem]) 
     assert current < len(due)
 
 
-def _rows(item: WriteItem, axis: int | None, start: int, count: int) -> WriteItem:
-    if axis is None or count == item.shape[axis]:
-        return item
-    offset = tuple(o + start * (i == axis) for i, o in enumerate(item.offset))
-    shape = tuple(count if i == axis else n for i, n in enumerate(item.shape))
-    return item._replace(offset=offset, shape=shape)
+def _sums(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """The sum of the values of each group; exact up to 2^53."""
+    return np.bincount(group, weights=values, minlength=size).astype(np.int64)
 
 
-def _duplicates(keys: list[str]) -> list[str]:
-    seen: set[str] = set()
-    return [key for key in keys if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + _more(names, 10)
-
-
-def _more(lines: Sequence[str], shown: int = 20) -> str:
-    return f" ... and {len(lines) - shown} more" if len(lines) > shown else ""
+def _some(lines: Sequence[str], shown: int = 20, between: str = "\n  ") -> str:
+    more = f" ... and {len(lines) - shown} more" if len(lines) > shown else ""
+    return between.join(lines[:shown]) + more

@@ -6,11 +6,12 @@ import secrets
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, encode_metadata
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
+from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, layout_files, plan_metadata
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, RankPlan, describe, make_plan
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items
+from megatron.core.dist_checkpointing.planning.planner import LocalSpec, PackedSpec, RankPlan, describe, make_plan, pack
 from megatron.core.dist_checkpointing.saving.staging import BytesSource, Chunk, constant_sources, cut_chunks
 
 
@@ -89,20 +90,19 @@ def _plan_together(
 ) -> PreparedPlan:
     metadata: MetadataCache | None = None
 
-    def plan(specs: list[LocalSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
+    def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
         nonlocal metadata
-        good = [item for item in specs if isinstance(item, LocalSpec)]
+        good = [item for item in specs if isinstance(item, PackedSpec)]
         wrong = [f"rank {rank}: {item}" for rank, item in enumerate(specs) if isinstance(item, CheckpointError)]
         if wrong:
             raise CheckpointError("\n".join(wrong))
-        plans = make_plan(good, fully_parallel)
-        layouts = [layout_files(plan, rank, workers) for rank, plan in enumerate(plans)]
-        metadata = MetadataCache(plan_metadata(good, layouts))
-        total = sum(file.size for files in layouts for file in files)
+        placed = place_items(make_plan(good, fully_parallel), workers)
+        metadata = MetadataCache(placed.metadata())
         nonce = secrets.token_hex(4)
-        return [(plan, nonce, total) for plan in plans]
+        return [(placed.of_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
 
-    mine, nonce, total = coordination.map_at_coordinator(spec, plan)
+    packed = spec if isinstance(spec, CheckpointError) else pack(spec)
+    mine, nonce, total = coordination.map_at_coordinator(packed, plan)
     assert isinstance(spec, LocalSpec)
-    files = layout_files(mine, coordination.rank, workers)
+    files = files_of(spec, mine, coordination.rank)
     return PreparedPlan(spec, mine, nonce, total, files, cut_chunks(files), constant_sources(files), metadata)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
+from megatron.core.dist_checkpointing.boxes import narrow, relative
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, PlacedItem
+from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
 
 SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
@@ -155,9 +155,9 @@ def constant_sources(files: Sequence[FileLayout]) -> list[BytesSource]:
     result = []
     for file in files:
         for placed in file.items:
-            envelope = tensor_envelope(placed.item.dtype, placed.item.shape)
+            prefix, suffix = placed.envelope
             padding = bytes(placed.end - placed.position - placed.length)
-            result += [BytesSource(envelope.prefix), BytesSource(envelope.suffix + padding)]
+            result += [BytesSource(prefix), BytesSource(suffix + padding)]
     return result
 
 
@@ -173,18 +173,11 @@ def bind_sources(
     }
     sources: list[Source] = []
     for number, placed in enumerate(placed for file in files for placed in file.items):
-        tensor = _piece(boxes[placed.item.key, placed.item.box], placed)
+        item = placed.item
+        tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
         if placed.item.key in volatile:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         tensor = tensor.contiguous()
         data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
         sources += [constants[2 * number], data, constants[2 * number + 1]]
     return sources
-
-
-def _piece(box: Box, placed: PlacedItem) -> torch.Tensor:
-    item = placed.item
-    if item.shape == box.shape:
-        return box.tensor
-    axis = next(i for i, (a, b) in enumerate(zip(item.shape, box.shape, strict=True)) if a != b)
-    return box.tensor.narrow(axis, item.offset[axis] - item.box[axis], item.shape[axis])

@@ -1,0 +1,172 @@
+"""`.metadata`: plain DCP reads what we write, our own reader reads it tensor by tensor, and neither is fooled."""
+
+import io
+import json
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from torch.distributed.checkpoint import metadata as dcp
+
+from megatron.core.dist_checkpointing.boxes import BoxTable
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.metadata import (
+    CheckpointMetadata,
+    ChunkTable,
+    Location,
+    StoredTensor,
+    decode_dcp,
+)
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata, encode_metadata, open_metadata
+
+FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
+
+
+def stored(shape, dtype, boxes, places, files=FILES):
+    table = BoxTable.of(boxes, len(shape))
+    columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    return StoredTensor(shape, dtype, ChunkTable(table.offset, table.shape, files, *columns))
+
+
+def example(files=FILES):
+    """Scalars, empty tensors, many dimensions, numbers of every width, tensors that are cut alike."""
+    large = (300_000, 1 << 20)
+    rows = [((i * 1000, 0), (1000, 1 << 20)) for i in range(300)]
+    result = CheckpointMetadata(
+        {
+            "w": stored(large, torch.bfloat16, rows, [(i % 3, i << 34, 1 << 31) for i in range(300)], files),
+            "m": stored(large, torch.float32, rows, [(i % 2, i << 35, 1 << 32) for i in range(300)], files),
+            "flat": stored((1 << 40,), torch.uint8, [((0,), (1 << 40,))], [(2, 0, 1 << 41)], files),
+            "step": stored((), torch.int64, [((), ())], [(1, 64, 900)], files),
+            "4d": stored((2, 3, 4, 5), torch.float16, [((0, 0, 0, 0), (2, 3, 4, 5))], [(0, 5, 240)], files),
+            "empty": stored((0, 7), torch.float32, [((0, 0), (0, 7))], [(0, 9, 640)], files),
+            "ü": stored((1,), torch.float8_e4m3fn, [((0,), (1,))], [(0, 1, 2)], files),
+        }
+    )
+    result.objects = {"rng/shard_0": Location("__0_2.distcp", 0, 3072), "ö": Location("__0_2.distcp", 1 << 33, 1)}
+    return result
+
+
+def plain(metadata):
+    """As plain values."""
+    tensors = {key: (t.shape, t.dtype, list(t.chunks)) for key, t in metadata.tensors.items()}
+    return tensors, metadata.objects, metadata.file_sizes()
+
+
+def test_our_reader_gets_back_what_was_written():
+    assert plain(decode_metadata(encode_metadata(example()), "here")) == plain(example())
+    empty = CheckpointMetadata()
+    assert plain(decode_metadata(encode_metadata(empty), "here")) == plain(empty)
+
+
+def test_dcp_gets_the_same():
+    """What plain `pickle` makes of the file, DCP's own classes, against what the index says."""
+    encoded = encode_metadata(example())
+    read = pickle.load(io.BytesIO(encoded))
+    assert isinstance(read, dcp.Metadata) and read.version == "1.0.0" and read.storage_meta == dcp.StorageMeta()
+    expected = example()
+    assert (
+        read.state_dict_metadata.keys() == expected.tensors.keys() | expected.objects.keys() == read.planner_data.keys()
+    )
+    for key, tensor in expected.tensors.items():
+        entry = read.state_dict_metadata[key]
+        assert entry.properties == dcp.TensorProperties(dtype=tensor.dtype)
+        assert type(entry.size) is torch.Size and entry.size == torch.Size(tensor.shape)
+        assert [(c.offsets, c.sizes) for c in entry.chunks] == [(c.offset, c.shape) for c in tensor.chunks]
+        for chunk in tensor.chunks:
+            info = read.storage_data[dcp.MetadataIndex(key, chunk.offset)]
+            assert (info.relative_path, info.offset, info.length) == chunk.location
+    for key, location in expected.objects.items():
+        assert isinstance(read.state_dict_metadata[key], dcp.BytesStorageMetadata)
+        info = read.storage_data[dcp.MetadataIndex(key)]
+        assert (info.relative_path, info.offset, info.length) == location
+    assert len(read.storage_data) == sum(len(t.chunks) for t in expected.tensors.values()) + len(expected.objects)
+    # The reader for pickles of other programs sees the same in it, and in what DCP's classes pickle to.
+    assert plain(decode_dcp(encoded, "here")) == plain(expected) == plain(decode_metadata(pickle.dumps(read), "here"))
+
+
+def test_a_tensor_is_read_without_the_others():
+    encoded = encode_metadata(example())
+    read = []
+
+    def pread(position, length):
+        read.append(length)
+        return encoded[position : position + length]
+
+    metadata = open_metadata(pread, len(encoded), "here")
+    assert metadata.file_sizes() == example().file_sizes()
+    assert sum(read) < len(encoded) / 4, "the index alone"
+    read.clear()
+    assert list(metadata.tensors["step"].chunks) == list(example().tensors["step"].chunks)
+    assert 0 < sum(read) < 200
+
+
+def test_tensors_that_are_cut_alike_share_the_list_of_their_boxes():
+    read = pickle.loads(encode_metadata(example()))
+    assert read.state_dict_metadata["w"].chunks is read.state_dict_metadata["m"].chunks
+    assert len(encode_metadata(example())) < 100 * 600, "bytes for each of 600 boxes"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_file_outside_of_the_checkpoint_is_refused(indexed):
+    encoded = encode_metadata(example(files=("__0_0.distcp", "../secret", "__1_0.distcp")))
+    with pytest.raises(CheckpointError, match="here.*secret"):
+        decode_metadata(encoded if indexed else encoded[:-1], "here")
+
+
+def with_index(encoded, change):
+    """The same pickle with another index."""
+    start, length, _, magic = struct.unpack("<QQQ8s", encoded[-32:])
+    index = json.loads(encoded[start : start + length])
+    change(index)
+    content = json.dumps(index).encode()
+    return (
+        encoded[:start] + content + struct.pack("<QQQ8s", start, len(content), xxhash.xxh3_64_intdigest(content), magic)
+    )
+
+
+def swap_places(index):
+    index["tensors"][0][4], index["tensors"][1][4] = index["tensors"][1][4], index["tensors"][0][4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["tensors"][0].__setitem__(4, index["tensors"][0][4] + 1),
+        lambda index: index["tensors"][0].__setitem__(4, 1 << 60),
+        lambda index: index["tensors"][0].__setitem__(4, -5),
+        lambda index: index["tensors"][0].__setitem__(3, 2),
+        lambda index: index["tensors"][0].__setitem__(1, [1000, 1 << 20]),
+        lambda index: index["tensors"][0].__setitem__(2, "nn"),
+        lambda index: index["tensors"][0].__setitem__(5, [3, 4]),
+        lambda index: index["boxes"][0].__setitem__(1, 1 << 50),
+        lambda index: index["boxes"][0].__setitem__(1, 299),
+        lambda index: index["boxes"][0].__setitem__(4, 0),
+        lambda index: index["files"].pop(0),
+        lambda index: index.pop("memo"),
+        swap_places,
+    ],
+)
+def test_an_index_that_says_anything_else_than_the_pickle_is_refused(change):
+    with pytest.raises(CheckpointError, match="here"):
+        metadata = decode_metadata(with_index(encode_metadata(example()), change), "here")
+        list(metadata.tensors["w"].chunks)
+
+
+def test_any_changed_byte_is_noticed_or_without_effect():
+    """Of the entries and of the index; what else the pickle says is DCP's alone."""
+    small = CheckpointMetadata({"w": stored((4, 2), torch.float32, [((0, 0), (4, 2))], [(2, 64, 900)])})
+    encoded = encode_metadata(small)
+    noticed = 0
+    for position in range(len(encoded)):
+        changed = bytearray(encoded)
+        changed[position] ^= 1
+        try:
+            assert plain(decode_metadata(bytes(changed), "here"))[0]["w"][:2] == ((4, 2), torch.float32)
+        except CheckpointError:
+            noticed += 1
+    start = struct.unpack("<Q", encoded[-32:-24])[0]
+    assert noticed >= len(encoded) - start - 8
