@@ -24,9 +24,7 @@ class Embedding(MegatronModule):
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = make_parameter(
-            (PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_split=True)
-        )
+        self.weight = make_parameter((PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_dim=0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
@@ -43,8 +41,8 @@ class Linear(MegatronModule):
         super().__init__()
         self.tp = tp
         rows = HIDDEN // tp.size
-        self.weight = make_parameter((rows, HIDDEN), dtype, None, ParamInfo(Normal(0.2), tp_split=True))
-        self.bias = make_parameter((rows,), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
+        self.weight = make_parameter((rows, HIDDEN), dtype, None, ParamInfo(Normal(0.2), tp_dim=0))
+        self.bias = make_parameter((rows,), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

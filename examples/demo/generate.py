@@ -11,7 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="Hugging Face directory")
     parser.add_argument("tokenizer", help="SentencePiece model")
-    parser.add_argument("--prompt", nargs="+", default=["def __init__(self", "import", "Return the"])
+    parser.add_argument("--prompt", nargs="+", default=["Return the", "This function", "If the value is"])
     parser.add_argument("--max-new-tokens", type=int, default=40)
     parser.add_argument("--temperature", type=float, default=0.7)
     args = parser.parse_args()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
-from megatron.conversion.files import Progress, alone_in, no_progress
+from megatron.conversion.files import Progress, exclusive_output_dir, no_progress
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, full_precision_key
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.format.schema import file_name
@@ -123,10 +123,10 @@ def convert(
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
         raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
-    changed = Changed(source, options)
+    changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
     partial = save_dir.with_name(f".{save_dir.name}.converting")
-    with alone_in(partial):
+    with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
         verified = compare(changed, open_checkpoint(partial)) if verify else None
@@ -145,7 +145,7 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
     return sum(info.nbytes for info in source.tensors.values())
 
 
-class Changed:
+class CastSource:
     """A source as the options want it: another dtype of the weights, or without the optimizer.
 
     A new dtype is cast from the fp32 main parameters where there are some.
@@ -171,9 +171,8 @@ class Changed:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         wanted = self.tensors[key].dtype
-        main = f"optimizer.state.param.{key}"
-        if wanted != self._source.tensors[key].dtype and main in self._source.tensors:
-            key = main
+        if wanted != self._source.tensors[key].dtype:
+            key = full_precision_key(key, self._source.tensors)
         return self._source.read(key, offset, shape).to(wanted)
 
 

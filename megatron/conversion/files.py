@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.durable_files import naming, remove
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
@@ -29,7 +30,7 @@ def make_empty_directory(directory: Path) -> None:
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def exclusive_output_dir(directory: Path) -> Iterator[None]:
     """The directory, made or emptied, for one process at a time; it is removed if the block fails.
 
     Raises ValueError while another conversion works there. What a killed one left is removed.
@@ -71,6 +72,20 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
                 view, position = view[count:], position + count
     finally:
         os.close(descriptor)
+
+
+def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
+    """Files of torch.save below `directory` that are missing or damaged, as far as their structure tells."""
+    faults = []
+    for path in paths:
+        if not path.is_file():
+            faults.append(f"{path.relative_to(directory)} is missing")
+            continue
+        try:
+            safe_open(path)  # the directory of an archive is at its end
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:

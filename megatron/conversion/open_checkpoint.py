@@ -1,23 +1,31 @@
-"""Which checkpoint a path names, and in which format."""
+"""Which checkpoint a path means, in which format, whether it is whole, and opening it as a `Source`.
+
+The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
+`release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
+something was lost since; then the newest complete checkpoint stands in.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.conversion.deepspeed.files import find_universal
+from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
 from megatron.conversion.deepspeed.reader import UniversalSource
 from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
-from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
+from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy, legacy_faults
+from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource, is_torch_dist, torch_dist_faults
 from megatron.conversion.model_space.source import Source
-from megatron.core.dist_checkpointing import read_tracker
+from megatron.core.dist_checkpointing import CheckpointError, read_tracker
 
+logger = logging.getLogger(__name__)
 
-def is_torch_dist(directory: Path) -> bool:
-    return (directory / ".metadata").is_file()
+RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
+_UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 
 
 @dataclass(frozen=True)
@@ -34,61 +42,182 @@ class NoCheckpointError(ValueError):
     """A path does not name one checkpoint in a format that we know."""
 
 
-Opener = Callable[[Path, Hints], Source]
+class Format(NamedTuple):
+    """How a format is recognised, checked and opened."""
 
-# Format -> (is it one?, open it).
-READERS: dict[str, tuple[Callable[[Path], bool], Opener]] = {
-    "torch_dist": (is_torch_dist, lambda directory, hints: TorchDistSource(directory)),
-    "legacy": (is_legacy, lambda directory, hints: LegacySource(directory)),
-    "hf": (
+    is_one: Callable[[Path], bool]
+    faults: Callable[[Path], list[str]]  # what is missing or truncated, without reading tensors
+    open: Callable[[Path, Hints], Source]
+
+
+FORMATS: dict[str, Format] = {
+    "torch_dist": Format(is_torch_dist, torch_dist_faults, lambda directory, hints: TorchDistSource(directory)),
+    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory)),
+    "hf": Format(
         is_huggingface,
+        lambda directory: [],  # all of its files are looked at when it is opened
         lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
     ),
-    "universal": (
-        lambda directory: find_universal(directory) is not None,
+    "universal": Format(
+        lambda directory: (directory / ZERO).is_dir(),
+        universal_faults,
         lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout),
     ),
 }
 
 
-def locate(root: Path, step: int | None = None) -> Path:
-    """The directory that holds the files: `root` itself, or the iteration that `step` or its tracker names.
+class Found(NamedTuple):
+    """A checkpoint that can be opened; `note` says why it is not the one that the tracker names."""
 
-    Raises NoCheckpointError when there is nothing.
+    directory: Path
+    format: str
+    note: str | None = None
+
+
+def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "auto") -> Found | None:
+    """The checkpoint that `root` means, or None if there is none at all.
+
+    `root` itself if it is one; iteration `step`, if given; else what the tracker names; else (the tracker is lost or
+    damaged, or that checkpoint is) the newest complete one. Raises NoCheckpointError if what is asked for is not there
+    or not whole, and if there are checkpoints, but none that is whole: to start from scratch would overwrite them.
+    `loader` names the format of a directory that looks like several.
     """
-    if step is None and any(is_one(root) for is_one, _ in READERS.values()):
-        return root
-    newest = read_tracker(root) if step is None else step
-    if newest is None:
-        found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
-        raise NoCheckpointError(
-            f"{root} is no checkpoint in a format that we know ({', '.join(READERS)}); it holds: {found}"
-        )
-    directory = root / (newest if isinstance(newest, str) else f"iter_{newest:07d}")
-    universal = root / f"global_step{newest}_universal"
-    if universal.is_dir() and not directory.is_dir():
-        return universal
-    if not directory.is_dir():
-        named = f"--ckpt-step {step}" if step is not None else f"the tracker in {root} says {newest}, but"
-        there = ", ".join(sorted(path.name for path in root.glob("iter_*"))) or "no iteration"
-        raise NoCheckpointError(f"{named} {directory} does not exist; there is {there}")
-    return directory
+    root = Path(root)
+    if step is None and _formats_of(root):
+        return Found(root, detect(root, loader))
+    named, reason = named_checkpoint(root, step)
+    if named is not None:
+        if (problem := fault(named)) is None:
+            return Found(named, detect(named, loader))
+        if step is not None:
+            raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}")
+        reason = f"{reason}, but {problem}"
+    others = [directory for directory in newest_first(root) if directory != named]
+    if reason is None and not others:
+        return None
+    reason = reason or "there is no tracker file"
+    for directory in others:
+        if fault(directory) is None:
+            note = f"{reason}: taking {directory}, the newest complete checkpoint"
+            return Found(directory, detect(directory, loader), note)
+    raise NoCheckpointError(f"{root}: {reason}; {_listed(root)}")
 
 
-def detect(directory: Path) -> str:
-    """The format of a directory. Raises NoCheckpointError unless it is exactly one."""
-    formats = [name for name, (is_one, _) in READERS.items() if is_one(directory)]
+def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | None]:
+    """What `step`, if given, or the tracker names, whole or not, and the words for it.
+
+    Only words for a damaged tracker, nothing without one.
+    """
+    if step is not None:
+        return checkpoint_directory(root, step), f"--ckpt-step {step}"
+    try:
+        tag = read_latest(root)
+        if tag is not None:
+            return root / tag, f"{LATEST} names {tag}"
+        named = read_tracker(root)
+    except CheckpointError as error:
+        return None, str(error)
+    return (None, None) if named is None else (checkpoint_directory(root, named), f"the tracker names {named}")
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The checkpoints in `root`, whole or not, in the order in which they stand in for one that is lost.
+
+    The one place that decides which of two checkpoints is newer.
+    """
+    numbered = {iteration_directory(root, iteration): iteration for iteration in saved_iterations(root)}
+    for path in root.glob("global_step*_universal"):
+        if (match := _UNIVERSAL.fullmatch(path.name)) is not None:
+            numbered[path] = int(match[1])
+    ordered = [*sorted(numbered, key=lambda path: -numbered[path]), root / RELEASE]
+    return [path for path in ordered if path.is_dir() and any(path.iterdir())]
+
+
+def iteration_directory(root: str | Path, iteration: int) -> Path:
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("iter_"))
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a directory under `root`, in order; complete or not."""
+    names = [path.name.removeprefix("iter_") for path in Path(root).glob("iter_*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def checkpoint_directory(root: Path, named: int | str) -> Path:
+    """Where the iteration `named`, or the release, is or would be."""
+    if isinstance(named, str):
+        return root / named
+    universal = root / f"global_step{named}_universal"
+    directory = iteration_directory(root, named)
+    return universal if universal.is_dir() and not directory.is_dir() else directory
+
+
+def fault(directory: Path) -> str | None:
+    """Why the checkpoint `directory` cannot be loaded, as far as can be told without reading tensors; None if it can.
+
+    It asks for every file of every rank: one rank calls it.
+    """
+    formats = _formats_of(directory)
+    if not formats:
+        return "it is not complete" if directory.is_dir() else "it does not exist"
+    try:
+        problems = [problem for name in formats for problem in FORMATS[name].faults(directory)]
+    except CheckpointError as error:
+        return f"it is damaged: {error}"
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return f"it is damaged: {'; '.join(problems[:3])}{more}" if problems else None
+
+
+def detect(directory: Path, loader: str = "auto") -> str:
+    """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is exactly one."""
+    formats = _formats_of(directory) if loader == "auto" else [loader]
     if len(formats) != 1:
         what = "looks like " + " and ".join(formats) if formats else "is in no format that we know"
-        raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(READERS)})")
+        raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(FORMATS)})")
     return formats[0]
 
 
+def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> Found:
+    """As `find_checkpoint`, but NoCheckpointError where there is none, and the note is logged: for tools."""
+    found = find_checkpoint(root, step, loader)
+    if found is None:
+        there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
+        raise NoCheckpointError(
+            f"{root} is no checkpoint in a format that we know ({', '.join(FORMATS)}); it holds: {there}"
+        )
+    if found.note is not None:
+        logger.warning(found.note)
+    return found
+
+
 def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
-    """The checkpoint at `root` as a `Source`."""
-    directory = locate(root, step)
-    _, opener = READERS[detect(directory) if loader == "auto" else loader]
+    """The checkpoint that `root` means as a `Source`."""
+    return open_found(require_checkpoint(root, step, loader), hints)
+
+
+def open_found(found: Found, hints: Hints | None = None) -> Source:
+    """A checkpoint that was found, perhaps by another process."""
     hints = hints or Hints()
-    source = opener(directory, hints)
+    source = FORMATS[found.format].open(found.directory, hints)
     source.args.update(hints.args)
     return source
+
+
+def _formats_of(directory: Path) -> list[str]:
+    return [name for name, form in FORMATS.items() if form.is_one(directory)]
+
+
+def _listed(root: Path) -> str:
+    """What is there, for messages."""
+    if not root.is_dir():
+        return f"{root} is no directory"
+    faults = {directory.name: fault(directory) for directory in newest_first(root)}
+    complete = [name for name, problem in faults.items() if problem is None]
+    if complete:
+        return f"complete are: {', '.join(complete)}"
+    found = "".join(f"\n  {name}: {problem}" for name, problem in list(faults.items())[:5])
+    return f"{root} holds no complete checkpoint{found}"

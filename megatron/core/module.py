@@ -65,10 +65,15 @@ class ParamInfo:
     """What the optimizer and the gradient reductions must know of a parameter."""
 
     init: Init
-    tp_split: bool = False  # False: every TP rank holds the same values
+    tp_dim: int | None = None  # the dimension that is split over TP; None: every TP rank holds the same values
+    tp_blocks: int = 1  # the tensor is that many stacked matrices (gate and up), each of which is split
     partial_grad: bool = False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
     shared_embedding: bool = False  # tied embedding with PP > 1: one copy on the first and one on the last stage
     counted: bool = True  # False for the copy on the last stage: it is left out of norms
+
+    @property
+    def tp_split(self) -> bool:
+        return self.tp_dim is not None
 
 
 def make_parameter(shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo) -> nn.Parameter:

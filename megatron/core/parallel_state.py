@@ -120,6 +120,14 @@ class ParallelState:
     def vpp_size(self) -> int:
         return self.config.vpp_size
 
+    def is_first_chunk(self, chunk: int) -> bool:
+        """Whether the model begins in this rank's `chunk`: it has the embedding."""
+        return self.pp.is_first and chunk == 0
+
+    def is_last_chunk(self, chunk: int) -> bool:
+        """Whether the model ends in this rank's `chunk`: it has the output layer and the loss."""
+        return self.pp.is_last and chunk == self.vpp_size - 1
+
     @classmethod
     def for_rank(cls, config: ParallelConfig, world_size: int = 1, rank: int = 0) -> ParallelState:
         """Describe any rank of any layout without process groups (converters, planners, tests)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -51,11 +51,23 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def flag(default: Any, *names: str, choices: tuple[str, ...] | None = None) -> Any:
+def flag(
+    default: Any,
+    *names: str,
+    choices: tuple[str, ...] | None = None,
+    decides: str | None = None,
+    when: Mapping[str, Any] | None = None,
+    meaning: str | None = None,
+) -> Any:
     """A dataclass field that is also a command-line flag; the docstring under the field is its help.
 
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
     opposite of its default.
+
+    A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
+    same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two
+    spellings of the same model agree on, where that is not the field itself.
     """
-    return dataclasses.field(default=default, metadata={"flags": names, "choices": choices})
+    metadata = {"flags": names, "choices": choices, "decides": decides, "when": when or {}, "meaning": meaning}
+    return dataclasses.field(default=default, metadata=metadata)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.core.tensor_parallel import loss_chunk_elements
+from megatron.core.transformer.attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-_LOSS_CHUNK_BYTES = 8 << 20  # fp32 copy of a part of the logits (tensor_parallel/cross_entropy.py)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class ActivationMemory:
     """Rows of the output matrix on this rank, padding included."""
     data_mask: bool = False
     """The attention mask depends on the data (--reset-attention-mask)."""
+    device_type: str = "cuda"
 
     @property
     def itemsize(self) -> int:
@@ -74,7 +75,9 @@ class ActivationMemory:
         """What a layer keeps from forward to backward, its input included."""
         c = self.config
         per_head = self.tokens * c.head_dim // self.tp_size * self.itemsize
-        qkv, context = per_head * (c.num_attention_heads + 2 * c.query_groups), per_head * c.num_attention_heads
+        takes = takes_groups(self.device_type, c.params_dtype, self._masked)
+        groups = c.query_groups if takes else c.num_attention_heads
+        qkv, context = per_head * (c.num_attention_heads + 2 * groups), per_head * c.num_attention_heads
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
         total = 4 * self.residual + 2 * self.local_tokens * normalizer  # two norms, and the linear layers behind them
         total += qkv + context + (self.blocks + 1) * self.inner
@@ -87,6 +90,11 @@ class ActivationMemory:
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
+
+    @property
+    def _masked(self) -> bool:
+        c = self.config
+        return self.data_mask or c.window_size is not None or c.position_embedding_type == "alibi"
 
     @property
     def _layer_mask(self) -> int:
@@ -142,7 +150,9 @@ class ActivationMemory:
             extra += self.whole + self.residual
         if self.itemsize < 4:
             extra += self.vocab_rows * self.config.hidden_size * self.itemsize
-        return max(extra, min(_LOSS_CHUNK_BYTES, self.logits * 4 // self.itemsize) if self.itemsize < 4 else 0)
+        if self.itemsize == 4:
+            return extra
+        return max(extra, 4 * min(loss_chunk_elements(self.device_type), self.logits // self.itemsize))
 
     def kept(self, num_layers: int) -> int:
         """What the layers of a chunk keep from the forward to the backward pass of a micro batch."""

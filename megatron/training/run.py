@@ -108,12 +108,7 @@ class Run:
         """That of the parameters without one of their own."""
         return next(group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"])
 
-    def holds_first_layer(self, chunk: int) -> bool:
-        return self.ps.pp.is_first and chunk == 0
-
-    def holds_loss(self, chunk: int) -> bool:
-        return self.ps.pp.is_last and chunk == len(self.chunks) - 1
-
     def needs_batch(self, chunk: int) -> bool:
         """Tokens enter at the first layer, labels at the loss; masks that depend on the data are needed everywhere."""
-        return self.holds_first_layer(chunk) or self.holds_loss(chunk) or self.config.data.reset_attention_mask
+        at_an_end = self.ps.is_first_chunk(chunk) or self.ps.is_last_chunk(chunk)
+        return at_an_end or self.config.data.reset_attention_mask

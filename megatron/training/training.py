@@ -11,16 +11,16 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.conversion.open_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
-from megatron.training.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.training.checkpoint.directory import iteration_of
+from megatron.training.checkpoint.checkpointing import save_checkpoint
 from megatron.training.checkpoint.hf_export import check_hf_target, save_hf
-from megatron.training.checkpoint.other_formats import foreign_source, stored_vocab_size
+from megatron.training.checkpoint.resume import find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
@@ -59,14 +59,14 @@ def pretrain(
     console.configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
-    source = foreign_source(config.checkpoint)
-    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(config.checkpoint, source))
+    start = find_start(config.checkpoint)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started = started
     check_hf_target(run)
-    load_checkpoint(run, source)
+    load_checkpoint(run, start)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
     if convert_format is not None and convert_save is not None:
         save_checkpoint(run, os.path.join(convert_save, convert_format), convert_format)  # as Megatron-LM places it

@@ -74,21 +74,34 @@ def test_tokens_of_another_vocabulary(pool, prefix):
         train_on(pool, prefix, "--vocab-size 20")
 
 
+def test_torchrun_shows_an_error_of_the_data_as_the_root_cause(prefix):
+    flags = f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 --vocab-size 20 "
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["pretrain_gpt.py", *shlex.split(flags), "--num-workers", "1", "--dataloader-type", "cyclic"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    message = f"{prefix}.bin holds token"
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1 and message in ours[0] and "Original Traceback" not in done.stderr
+    root_cause = done.stderr.split("Root Cause (first observed failure):")[1]
+    (shown,) = (line for line in root_cause.splitlines() if line.startswith("  traceback : "))
+    assert shown == f"  traceback : {ours[0]}"
+
+
 def test_corrupt_tracker(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("iteration 2")
-    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt.*'iteration 2'"):
-        pool.run(train, 1, f"{MOCK} --load {tmp_path}")
+    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     tracker.unlink()
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     tracker.write_text("3")  # its checkpoint is gone
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train --ckpt-step 2")[0].iteration == 2
-    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: 2"):
+    with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: iter_0000002"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path} --ckpt-step 7")
     (tmp_path / "iter_0000002/.metadata").unlink()
-    with pytest.raises(ValueError, match=r"names 3, but it is not complete"):
+    with pytest.raises(ValueError, match=r"(?s)names 3, but it does not exist.*no complete checkpoint"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path}")
 
 
@@ -98,7 +111,9 @@ def test_load_without_a_checkpoint(pool, tmp_path, path):
     (tmp_path / "empty").mkdir()
     directory, other = tmp_path / path, tmp_path / "other"
     for meant in ("--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint", "--use-checkpoint-args"):
-        with pytest.raises(ValueError, match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* holds no|--ckpt-step 3"):
+        with pytest.raises(
+            ValueError, match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* holds no|--ckpt-step 3"
+        ):
             pool.run(train, 1, f"{MOCK} --load {directory} --save {other} {meant}")
     assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
     (other / "half").mkdir(parents=True)

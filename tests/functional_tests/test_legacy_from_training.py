@@ -47,6 +47,25 @@ def test_without_the_distributed_optimizer(pool, tmp_path, precision):
     assert_same_bits(whole(loaded), whole(saved))
 
 
+@pytest.mark.parametrize("damage", ["lost tracker", "garbled tracker", "truncated checkpoint"])
+def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, tmp_path, damage):
+    flags = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path} --load {tmp_path}"
+    straight = pool.run(train, 2, flags.replace(f"--save {tmp_path} --load {tmp_path}", ""))
+    pool.run(train, 2, f"{flags} --save-interval 2 --exit-interval 4")
+    tracker, newest = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000004"
+    if damage == "lost tracker":
+        tracker.unlink()
+    elif damage == "garbled tracker":
+        tracker.write_bytes(bytes(16))
+    else:
+        model = newest / "mp_rank_01/model_optim_rng.pt"
+        model.write_bytes(model.read_bytes()[:-100])
+    resumed = pool.run(train, 2, flags)
+    first = 3 if damage == "truncated checkpoint" else 5
+    assert resumed[0].measured.losses == straight[0].measured.losses[first - 1 :]
+    assert_same_bits(whole(resumed), whole(straight))
+
+
 def test_behind_training(pool, tmp_path):
     """Every file is the one that training would have waited for."""
     world_size, flags = LAYOUTS["tp2_dp2"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, assert_same_bits, train, whole
 
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.training.config.run_config import parse_args

@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.module import Normal, ParamInfo
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import TensorParallelRng, VocabParallelEmbedding, linear_cross_entropy
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.tensor_parallel import (
+    TensorParallelRng,
+    VocabParallelEmbedding,
+    cross_entropy,
+    linear_cross_entropy,
+    loss_chunk_elements,
+)
+from megatron.core.transformer import attention as attention_module
+from megatron.core.transformer.attention import SelfAttention, takes_groups
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +33,7 @@ def config(dtype: torch.dtype, **options) -> TransformerConfig:
 
 def attention(dtype, device, **options):
     rng = TensorParallelRng(0, 0, device)
-    return SelfAttention(config(dtype, **LLAMA, **options), tp=Axis(), rng=rng, device=device)
+    return SelfAttention(config(dtype, **(LLAMA | options)), tp=Axis(), rng=rng, device=device)
 
 
 MODULES = {
@@ -66,6 +74,41 @@ def test_layers(name, dtype, device):
     assert_close(found, expected, TOLERANCES[dtype])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": (5, 0)}], ids=["causal", "window"])
+def test_grouped_queries_never_keep_all_probabilities(dtype, options):
+    """Torch may use its fused kernels alone here: it refuses what only the plain products could compute."""
+    module = attention(dtype, torch.device("cuda"), **options)
+    x = torch.randn(256, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        module(x).float().sum().backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}])
+def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
+    """One key and value head per query head, as where no fused kernel takes groups, against torch's own grouping."""
+    torch.manual_seed(0)
+    values = {"x": torch.randn(16, 2, 64), "dy": torch.randn(16, 2, 64)}
+
+    def module():
+        return attention(torch.float32, torch.device(device), **options)
+
+    values["weights"] = [0.2 * torch.randn(param.shape) for param in module().parameters()]
+    found = []
+    for grouped in (True, False):
+        monkeypatch.setattr(attention_module, "takes_groups", lambda *place, grouped=grouped: grouped)
+        found.append(results(module(), values, torch.float32, device))
+    assert_close(found[0], found[1], 1e-5)
+
+
+def test_which_kernels_take_groups():
+    half, single = torch.bfloat16, torch.float32
+    assert takes_groups("cpu", half, True) and takes_groups("cpu", single, False)
+    assert takes_groups("cuda", half, False) and takes_groups("cuda", torch.float16, False)
+    assert not takes_groups("cuda", half, True) and not takes_groups("cuda", single, False)
+
+
 def loss(dtype, device, hidden, weight, labels):
     hidden, weight = (t.to(device, dtype, copy=True).requires_grad_() for t in (hidden, weight))
     losses = linear_cross_entropy(hidden, weight, labels.to(device), vocab_size=90, tp=Axis())
@@ -83,6 +126,21 @@ def test_loss(dtype, device):
     found = loss(dtype, device, hidden, weight, labels)
     assert_close(found[:1], [plain.float()], TOLERANCES[dtype])
     assert_close(found, loss(torch.float32, CPU, hidden, weight, labels), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch):
+    """A GPU takes chunks 32 times as large as a CPU."""
+    assert loss_chunk_elements("cuda") == 32 * loss_chunk_elements("cpu")
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(16, 2, 64).to(dtype), (0.2 * torch.randn(96, 64)).to(dtype)
+    labels = torch.randint(0, 90, (16, 2))
+    found = []
+    for elements in (1 << 20, 5 * 96, 1):
+        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
+        found.append(loss(dtype, device, hidden, weight, labels))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_embedding_gradient_is_the_same_every_time(device):

@@ -24,7 +24,7 @@ from megatron.conversion.convert import WRITERS, Options, Outcome, convert
 from megatron.conversion.deepspeed.names import STYLES
 from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
 from megatron.conversion.files import parse_size
-from megatron.conversion.open_checkpoint import READERS, Hints
+from megatron.conversion.open_checkpoint import FORMATS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import printable
 from megatron.core.parallel_state import ParallelConfig
@@ -56,7 +56,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         "--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model"
     )
     parser.add_argument("--save-dir", type=Path, required=True, help="where the result goes; must not exist")
-    parser.add_argument("--loader", choices=["auto", *READERS], default="auto", help="format of the source")
+    parser.add_argument("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
     parser.add_argument("--saver", choices=[*WRITERS], required=True, help="format of the result")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     parser.add_argument("--target-tensor-parallel-size", type=int, help="for legacy; default: as the source")

@@ -15,6 +15,7 @@ import torch
 
 from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
+from megatron.conversion.files import archive_faults
 from megatron.conversion.model_space.schemas import (
     GRAD_SCALER,
     PARAM_GROUP,
@@ -60,13 +61,31 @@ def model_state_name(rank: int) -> str:
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 
+def read_latest(root: Path) -> str | None:
+    """The directory that `latest_universal` in `root` names; None without that file, CheckpointError for a bad name."""
+    path = root / LATEST
+    if not path.is_file():
+        return None
+    name = read_regular(path, limit=4096).decode(errors="replace").strip()
+    return file_name(name, f"{path}: the name in it")
+
+
 def find_universal(directory: Path) -> Path | None:
     """The universal directory at, or named in, `directory`; None where there is none."""
-    latest = directory / LATEST
-    if latest.is_file():
-        name = read_regular(latest, limit=4096).decode(errors="replace").strip()
-        directory = directory / file_name(name, f"{latest}: the name in it")
-    return directory if (directory / ZERO).is_dir() else None
+    tag = read_latest(directory)
+    found = directory if tag is None else directory / tag
+    return found if (found / ZERO).is_dir() else None
+
+
+def universal_faults(directory: Path) -> list[str]:
+    """Files that are missing or truncated. Raises CheckpointError for other damage."""
+    required = {folder / name for folder in _parameter_folders(directory) for name in STATE_FILES.values()}
+    files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
+    return archive_faults(sorted(files), directory)
+
+
+def _parameter_folders(directory: Path) -> list[Path]:
+    return sorted(path for path in (directory / ZERO).iterdir() if path.is_dir())
 
 
 class UniversalFiles:
@@ -84,7 +103,7 @@ class UniversalFiles:
         self.state: dict[str, Any] = dict(_STATE(safe_load(states[0]), str(states[0])))
         args = vars(self.state.pop("args")) if "args" in self.state else {}
         self.arguments = read_args(args, self.description) if args else {}
-        folders = sorted(path.name for path in (found / ZERO).iterdir() if path.is_dir())
+        folders = [path.name for path in _parameter_folders(found)]
         sequence(check_key)(folders, str(found / ZERO))
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
         self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Within a layer, and within the embedding: model space -> universal.
@@ -127,13 +126,3 @@ def _model_space_name(name: str, first_layer: int) -> str | None:
     if match and match[2] in in_layer:
         return f"decoder.layers.{int(match[1]) - first_layer}.{in_layer[match[2]]}{match[3]}"
     return None
-
-
-def cat_dim(key: str) -> int | None:
-    """Dimension that tensor parallelism splits, None where every rank has the whole."""
-    if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return 1
-    if key in (WORD_EMBEDDINGS, "output_layer.weight"):
-        return 0
-    column = (".linear_qkv.weight", ".linear_qkv.bias", ".linear_fc1.weight", ".linear_fc1.bias")
-    return 0 if key.endswith(column) else None

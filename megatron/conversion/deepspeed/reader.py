@@ -12,7 +12,7 @@ import torch
 from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_training
 from megatron.conversion.deepspeed.files import UniversalFiles
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, flag_name, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import RowMap, as_is, gather, qkv_blocks
+from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_blocks, unpack_rows
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,7 +58,7 @@ class UniversalSource:
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         row_map = self._qkv_map if is_qkv else as_is(info.shape[0])
-        return gather(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
+        return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
         """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""

@@ -13,11 +13,11 @@ import torch
 
 from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_groups, write_scheduler
 from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
-from megatron.conversion.deepspeed.names import STYLES, Style, cat_dim
+from megatron.conversion.deepspeed.names import STYLES, Style
 from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, plain_args
-from megatron.conversion.model_space.row_maps import qkv_blocks, scatter
-from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key
+from megatron.conversion.model_space.model import check_parameters, exported_config, model_parameters, plain_args
+from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
+from megatron.conversion.model_space.source import Source, TrainingState, full_precision_key, optimizer_key
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,7 @@ def write_universal(
     """
     options = options or UniversalOptions()
     writer = _Writer(source, options)
-    names = {key: writer.style.of(key, writer.config) for key in writer.shapes}
+    names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
@@ -64,38 +64,26 @@ def write_universal(
 class _Writer:
     def __init__(self, source: Source, options: UniversalOptions) -> None:
         self.source = source
-        rows = source.tensors[WORD_EMBEDDINGS].shape[0]
-        vocab_size = options.vocab_size or rows
-        if vocab_size > rows:
-            raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
-        self.config = config = model_config(source.args, vocab_size, source.description)
-        self.shapes = model_tensors(config)
-        self._check_source()
+        self.config = config = exported_config(source, options.vocab_size)
+        self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
+        shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
+        check_parameters(source.tensors, shapes, source.description, config.vocab_size)
         self.style = _style(options.style, config)
         self.blocks = options.qkv_blocks
         heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
         self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
             raise ValueError("Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention")
-        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.shapes)
+        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.parameters)
         steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
         self.step = float(next((step for step in steps if step is not None), 0)) if self.has_optimizer else 0.0
-
-    def _check_source(self) -> None:
-        for key, shape in self.shapes.items():
-            if key not in self.source.tensors:
-                raise ValueError(f"{self.source.description} lacks {key}, which its arguments call for")
-            found = self.source.tensors[key].shape
-            cropped = shape[0] == self.config.vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
-            if found != shape and not cropped:
-                raise ValueError(f"{self.source.description}: {key} has shape {found}, its arguments make it {shape}")
 
     def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
         folder.mkdir()
         for state, name in STATE_FILES.items():
             tensor = self._value(key, state)
             if self._qkv_map is not None and ".linear_qkv." in key and "layer_norm" not in key:
-                tensor = scatter(self._qkv_map, 0, tensor)
+                tensor = pack_rows(self._qkv_map, 0, tensor)
             _save(folder / name, self._marks(key) | {"param": tensor.contiguous()})
             progress(tensor.nbytes)
             del tensor  # before the next one is read
@@ -103,24 +91,22 @@ class _Writer:
 
     def _value(self, key: str, state: str) -> torch.Tensor:
         """The fp32 main parameter or the weight; a moment, or zeros of one that has not begun."""
-        shape = self.shapes[key]
-        stored = optimizer_key(state, key)
-        if state == "param" and stored not in self.source.tensors:
-            stored = key
-        elif state != "param" and not self.has_optimizer:
+        shape = self.parameters[key].shape
+        if state != "param" and not self.has_optimizer:
             return torch.zeros(shape)
+        stored = full_precision_key(key, self.source.tensors) if state == "param" else optimizer_key(state, key)
         return self.source.read(stored, (0,) * len(shape), shape).float()
 
     def _marks(self, key: str) -> dict[str, Any]:
         """How a loader cuts the tensor for its own tensor parallelism."""
+        parameter = self.parameters[key]
         marks: dict[str, Any] = {}
-        dim = cat_dim(key)
-        if dim is not None:
-            marks["cat_dim"] = dim
-        if key in (WORD_EMBEDDINGS, "output_layer.weight"):
+        if parameter.info.tp_dim is not None:
+            marks["cat_dim"] = parameter.info.tp_dim
+        if parameter.group.embedding:
             marks["vocab_tensor"] = True
-        if self.config.gated and ".linear_fc1." in key and "layer_norm" not in key:
-            marks["param_n_sub_params"] = 2
+        if parameter.info.tp_blocks > 1:
+            marks["param_n_sub_params"] = parameter.info.tp_blocks
         return marks
 
     def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
@@ -172,7 +158,7 @@ class _Writer:
         """By group: with weight decay (matrices), without (vectors)."""
         groups: list[OrderedDict[str, torch.Size]] = [OrderedDict(), OrderedDict()]
         for key, name in names.items():
-            groups[len(self.shapes[key]) == 1][name] = torch.Size(self.shapes[key])
+            groups[not self.parameters[key].group.weight_decay][name] = torch.Size(self.parameters[key].shape)
         return groups
 
     def _patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:

@@ -28,10 +28,10 @@ from megatron.conversion.huggingface.config_rules import (
     read_config,
     write_config,
 )
-from megatron.conversion.model_space.model import mathematics, model_config, model_tensors
+from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_apart, qkv_blocks, stacked, stored_rows
 from megatron.conversion.model_space.source import Shape
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 Layout = Callable[[TransformerConfig, Shape], RowMap]
 
@@ -102,10 +102,10 @@ class Family:
 
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
-        wanted = mathematics(config)
+        wanted = model_signature(config)
         implied = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = implied | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
-        got = mathematics(model_config(args, args["vocab_size"], self.model_type))
+        got = model_signature(model_config(args, args["vocab_size"], self.model_type))
         if self.whole_heads and config.hidden_size % config.num_attention_heads:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]

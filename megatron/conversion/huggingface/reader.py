@@ -13,11 +13,11 @@ from megatron.conversion.huggingface.families import Place, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, mathematics, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import gather
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
+from megatron.conversion.model_space.row_maps import unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.format.input_files import read_json
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 
 def is_huggingface(directory: Path) -> bool:
@@ -86,7 +86,7 @@ class HuggingFaceSource:
                 return self._files[name].read(name, (offset[1], first), (shape[1], count)).t()
             return self._files[name].read(name, (first, *offset[1:]), (count, *shape[1:]))
 
-        return gather(place.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
+        return unpack_rows(place.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
 
     def _read_optimizer(self, sidecar: Sidecar, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Main parameters must still be those of the weights, to the bit: else the moments belong to another model."""
@@ -167,8 +167,8 @@ class HuggingFaceSource:
     def _add_sidecar(self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]) -> None:
         assert config.vocab_size is not None
         run = model_config(sidecar.args, config.vocab_size, str(sidecar.directory))
-        if mathematics(run) != mathematics(config):
-            wanted, found = mathematics(run), mathematics(config)
+        wanted, found = model_signature(run), model_signature(config)
+        if wanted != found:
             differing = [f"{name} ({wanted[name]} -> {found[name]})" for name in wanted if wanted[name] != found[name]]
             raise ValueError(
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "

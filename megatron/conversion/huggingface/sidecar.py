@@ -17,7 +17,15 @@ import torch
 from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.schemas import ARGUMENTS, TRAINING_STATE
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import (
+    OPTIMIZER_STATES,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    optimizer_key,
+)
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
 from megatron.core.dist_checkpointing.format.schema import file_name, record, sequence
 from megatron.core.durable_files import write_json
@@ -68,9 +76,9 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     """
     tensors = {}
     for parameter, shape in parameters.items():
-        for state in ("param", "exp_avg", "exp_avg_sq"):
+        for state in OPTIMIZER_STATES:
             key = optimizer_key(state, parameter)
-            read = parameter if state == "param" and key not in source.tensors else key
+            read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
                 raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
             tensors[key] = (read, TensorInfo(shape, torch.float32))

@@ -12,7 +12,7 @@ import torch
 
 from megatron.conversion.files import Progress, run_jobs
 from megatron.conversion.huggingface.safetensors_file import SafetensorsWriter
-from megatron.conversion.model_space.row_maps import RowMap, Run, runs, scatter
+from megatron.conversion.model_space.row_maps import RowMap, Run, pack_rows, runs
 from megatron.conversion.model_space.source import TensorInfo
 from megatron.core.durable_files import committed, write_json
 
@@ -41,7 +41,7 @@ class Outgoing:
         """Whole: its rows are columns of the file."""
         tensor = self.read(0, self.rows)
         for number, name in enumerate(self.names):
-            writers[name].write(name, scatter(self.row_map, number, tensor).t())
+            writers[name].write(name, pack_rows(self.row_map, number, tensor).t())
 
 
 def write_weight_files(

@@ -16,9 +16,9 @@ from megatron.conversion.huggingface import sidecar as hf_sidecar
 from megatron.conversion.huggingface.families import Family, Place, choose_family
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
 from megatron.conversion.huggingface.weight_files_writer import Outgoing, write_weight_files
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, exported_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, optimizer_key
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo, full_precision_key
 from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -71,13 +71,10 @@ def write_huggingface(
 
 def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:
     info = source.tensors[WORD_EMBEDDINGS]
-    rows, dtype = info.shape[0], options.dtype or info.dtype
-    vocab_size = options.vocab_size or rows
-    if vocab_size > rows:
-        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+    dtype = options.dtype or info.dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
-    config = model_config(source.args, vocab_size, source.description)
+    config = exported_config(source, options.vocab_size)
     return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 
@@ -85,12 +82,8 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Plac
     """Every parameter of the model is in the source, and has a place in the family or is a bias of zeros."""
     shapes = model_tensors(config)
     placed = {place.key for place in places}
+    check_parameters(source.tensors, shapes, source.description, config.vocab_size)
     for key, shape in shapes.items():
-        if key not in source.tensors:
-            raise ValueError(f"{source.description} lacks {key}, which its arguments call for")
-        found = source.tensors[key].shape
-        if found[1:] != shape[1:] or found[0] < shape[0] or (found[0] > shape[0] and shape[0] != config.vocab_size):
-            raise ValueError(f"{source.description}: {key} has shape {found}, its arguments make it {shape}")
         if key not in placed and torch.count_nonzero(source.read(key, (0,) * len(shape), shape)):
             raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
     extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
@@ -100,9 +93,8 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Plac
 
 def _weight(source: Source, place: Place, dtype: torch.dtype) -> Outgoing:
     """From the fp32 main parameter, cast only once, where there is one."""
-    main = optimizer_key("param", place.key)
     infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
-    key = main if main in source.tensors else place.key
+    key = full_precision_key(place.key, source.tensors)
     return _outgoing(source, key, place.names, infos, place.shape, place.row_map, place.transposed)
 
 

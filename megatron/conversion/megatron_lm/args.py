@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from megatron.conversion.megatron_lm.unsupported_arguments import refuse_unsupported_model
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.schemas import COMMON
 from megatron.conversion.model_space.source import TrainingState
@@ -14,8 +14,24 @@ from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_QKV_BY_GROUP = 3.0  # checkpoint versions from here on group QKV rows by query group
+CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
+
+# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
+_CONTENT_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
+
+
+class Counters(Protocol):
+    """How far a run is."""
+
+    iteration: int
+    num_floating_point_operations_so_far: float
 
 
 def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -26,11 +42,11 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     COMMON(common, where)
     if "args" not in common:
         raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
-    version = common.get("checkpoint_version", _QKV_BY_GROUP)
-    if version < _QKV_BY_GROUP:
+    version = common.get("checkpoint_version", CHECKPOINT_VERSION)
+    if version < CHECKPOINT_VERSION:
         raise CheckpointError(
             f"{where}: checkpoint version {version} has its QKV rows in another order. Load and save it with a "
-            f"Megatron-LM that writes version {_QKV_BY_GROUP}."
+            f"Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     for theirs, ours in _NAMES.items():
@@ -55,6 +71,17 @@ def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> Transf
     """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
     known = {key: value for key, value in args.items() if key not in ("recompute_granularity", "recompute_method")}
     return model_config(known, vocab_size, where)
+
+
+def common_state(args: argparse.Namespace, training: Counters | None, torch_dist: bool = True) -> dict[str, Any]:
+    """What every checkpoint of Megatron-LM holds beside tensors and schedules."""
+    common = {
+        "args": args,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": training.iteration if training else 0,
+        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
+    }
+    return common | ({"content_metadata": _CONTENT_METADATA} if torch_dist else {})
 
 
 def training_state(
@@ -93,3 +120,39 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     return optimizer.get("grad_scaler") or None if isinstance(optimizer, Mapping) else None
+
+
+# Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
+# Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "num_experts": (None, 1),
+    "multi_latent_attention": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "rope_type": (None, "rope"),
+    "no_rope_freq": (None,),
+    "qk_l2_norm": (False, None),
+    "softmax_type": ("vanilla", None),
+    "attention_output_gate": (False, None),
+    "window_attn_skip_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "is_hybrid_model": (False, None),
+    "hybrid_override_pattern": (None,),
+    "hybrid_layer_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "mtp_num_layers": (None, 0),
+}
+
+
+def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError that names every argument with which the run was another kind of model."""
+    wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
+    if wrong:
+        listed = ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong)
+        raise ValueError(f"{where} is of a model that is not supported here: {listed}")

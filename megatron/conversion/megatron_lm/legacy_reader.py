@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +11,20 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
-from megatron.conversion.megatron_lm.rng import rng_key
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.files import archive_faults
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import rng_key
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
+    bucket_size_of,
     check_complete,
     check_main_parameters,
+    plan_buckets,
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
@@ -46,6 +55,21 @@ def rank_directory(tp: int, pp: int, pp_size: int) -> str:
 
 def is_legacy(directory: Path) -> bool:
     return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+def legacy_faults(directory: Path) -> list[str]:
+    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
+    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+    stored = _open(first).get("args")
+    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
+    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    if not args or first.parent.name not in ranks:
+        return []  # of a layout or an age that is refused when it is opened
+    names = [MODEL_FILE]
+    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
+        names.append(OPTIMIZER_FILE)
+    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
 
 
 class LegacySource:
@@ -157,7 +181,7 @@ class LegacySource:
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = float(group.get("wd_mult", 1.0)) > 0.0
-            members = [parameter for parameter in everything if parameter.weight_decay == decay]
+            members = [parameter for parameter in everything if parameter.group.weight_decay == decay]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
                     f"{where}: parameter group {index} (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.files import Progress, no_progress, run_jobs
-from megatron.conversion.megatron_lm.args import stored_model
-from megatron.conversion.megatron_lm.flat_buffer import bucket_size_of, plan_buckets
+from megatron.conversion.megatron_lm.args import common_state, stored_model
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
-from megatron.conversion.megatron_lm.rng import initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.objects import initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.pieces import FilePlace, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
@@ -29,10 +30,9 @@ from megatron.conversion.model_space.rank_layout import (
     with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
-from megatron.conversion.model_space.write_regions import Place, scatter
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
-from megatron.core.utils import round_up
+from megatron.core.tensor_parallel import padded_vocab_size
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
 _DIVISIBLE_BY, _SEED = 128, 1234  # defaults of Megatron-LM
@@ -54,7 +54,7 @@ def write_legacy(
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
-        places: dict[str, list[Place]] = defaultdict(list)
+        places: dict[str, list[FilePlace]] = defaultdict(list)
         for tp, pp in layout.ranks:
             folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
             folder.mkdir()
@@ -62,7 +62,7 @@ def write_legacy(
                 for key, place in _begin_file(folder / name, content, contents.held):
                     places[key].append(place)
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
-        run_jobs([partial(scatter, source, key, wanted, progress) for key, wanted in places.items()], workers)
+        run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
         fsync_tree(pending)
         put_in_place(pending, directory)
     except BaseException:
@@ -87,7 +87,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
         | {
             "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
             "make_vocab_size_divisible_by": divisible_by,
-            "padded_vocab_size": round_up(vocab_size, divisible_by * tp),
+            "padded_vocab_size": padded_vocab_size(vocab_size, divisible_by, tp),
             "model_vocab_size": vocab_size,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,
@@ -119,12 +119,7 @@ class _Contents:
         chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
         if has_fused_norms(args):
             chunks = [with_fused_norms(parameters) for parameters in chunks]
-        content: dict[str, Any] = {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": training.iteration if training else 0,
-            "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
-        }
+        content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
         files: dict[str, dict[Any, Any]] = {MODEL_FILE: content}
@@ -180,7 +175,7 @@ class _Contents:
     def _numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
         """torch's own form: parameters with weight decay first, then those without."""
         everything = [parameter for parameters in chunks for parameter in parameters]
-        members = [[p for p in everything if p.weight_decay], [p for p in everything if not p.weight_decay]]
+        members = [[p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)]
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
         for group, parameters in zip(param_groups, members, strict=True):
@@ -211,7 +206,9 @@ class _Contents:
         return initial_rng_state(seed, tp, pp)
 
 
-def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]) -> list[tuple[str, Place]]:
+def _begin_file(
+    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]
+) -> list[tuple[str, FilePlace]]:
     """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
     layout = lay_out_archive(content)
     result = []
@@ -227,5 +224,5 @@ def _begin_file(path: Path, content: dict[Any, Any], held: dict[TensorSlot, list
             for key, parameter, first in held.get(slot, ()):
                 for box in parameter.boxes:
                     start = position + (first + box.start) * slot.dtype.itemsize
-                    result.append((key, Place(box.offset, box.shape, path, start)))
+                    result.append((key, FilePlace(box.offset, box.shape, path, start)))
     return result

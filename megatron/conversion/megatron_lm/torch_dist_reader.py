@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.args import arguments, param_groups, stored_model, training_state
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
-from megatron.conversion.megatron_lm.flat_buffer import fit_buckets
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_tensors
-from megatron.conversion.model_space.optimizer_state import (
+from megatron.conversion.megatron_lm.args import (
+    arguments,
+    param_groups,
+    stored_model,
+    training_state,
+)
+from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
     check_main_parameters,
+    fit_buckets,
 )
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
@@ -28,7 +33,14 @@ from megatron.conversion.model_space.rank_layout import (
     with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Reader,
+    is_complete,
+    load_common,
+    missing_or_truncated,
+)
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
@@ -36,6 +48,17 @@ _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
+
+
+def is_torch_dist(directory: Path) -> bool:
+    return (directory / METADATA).is_file()
+
+
+def torch_dist_faults(directory: Path) -> list[str]:
+    """Files that are missing or shorter than when the checkpoint was committed."""
+    if not is_complete(directory):
+        return [f"{METADATA_JSON} is missing"]
+    return missing_or_truncated(directory)
 
 
 class TorchDistSource:
@@ -161,13 +184,7 @@ class TorchDistSource:
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""
         wanted = model_tensors(self.config)
-        for key, shape in wanted.items():
-            if key not in self.tensors:
-                raise CheckpointError(f"{directory}: {key} is missing")
-            if self.tensors[key].shape != shape:
-                raise CheckpointError(
-                    f"{directory}: {key} has shape {self.tensors[key].shape}, but the stored arguments make it {shape}"
-                )
+        check_parameters(self.tensors, wanted, str(directory))
         known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
         self.unused += sorted(set(self.tensors) - known)
         self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))

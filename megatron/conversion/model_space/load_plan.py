@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config
-from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, rank_parameters
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_config
+from megatron.conversion.model_space.rank_layout import Layout, rank_parameters
 from megatron.conversion.model_space.source import Source
 
 _STATES = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -37,7 +36,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
     plans = []
     for tp, pp in layout.ranks:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
-        _check(source, parameters)
+        check_parameters(source.tensors, {p.key: p.global_shape for p in parameters}, source.description)
         numels = {p.key: sum(torch.Size(box.shape).numel() for box in p.boxes) for p in parameters}
         plans.append(
             RankPlan(
@@ -50,18 +49,6 @@ def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
             )
         )
     return plans
-
-
-def _check(source: Source, parameters: Iterable[LocalParameter]) -> None:
-    for parameter in parameters:
-        stored = source.tensors.get(parameter.key)
-        if stored is None:
-            raise ValueError(f"{source.description} lacks {parameter.key}")
-        if stored.shape != parameter.global_shape:
-            raise ValueError(
-                f"{source.description}: {parameter.key} has shape {stored.shape}, its arguments make it "
-                f"{parameter.global_shape}"
-            )
 
 
 def _stored_bytes(source: Source, numels: dict[str, int], prefixes: list[str]) -> int:

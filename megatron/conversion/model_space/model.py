@@ -1,4 +1,4 @@
-"""The model that a checkpoint's arguments describe: its configuration, its mathematics and its tensors."""
+"""The model that a checkpoint's arguments describe: its configuration and its parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megatron.conversion.model_space.schemas import ARGUMENTS
-from megatron.conversion.model_space.source import Shape
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
+_FIRST_LAYER = "decoder.layers.0."
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -47,98 +56,63 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     return TransformerConfig(**{**known, "vocab_size": vocab_size})
 
 
+def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
+    """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an export.
+
+    Raises ValueError where it has fewer.
+    """
+    rows = source.tensors[WORD_EMBEDDINGS].shape[0]
+    if vocab_size is not None and vocab_size > rows:
+        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+    return model_config(source.args, vocab_size or rows, source.description)
+
+
+def check_parameters(
+    tensors: Mapping[str, TensorInfo], wanted: Mapping[str, Shape], where: str, vocab_size: int | None = None
+) -> None:
+    """Raises CheckpointError, naming the first, for a parameter that is missing or has another shape than `wanted`.
+
+    What has `vocab_size` rows may have more of them: they pad the vocabulary.
+    """
+    for key, shape in wanted.items():
+        if key not in tensors:
+            raise CheckpointError(f"{where} lacks {key}, which its arguments call for")
+        found = tensors[key].shape
+        padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
+        if found != shape and not padded:
+            raise CheckpointError(f"{where}: {key} has shape {found}, its arguments make it {shape}")
+
+
 def resolved(config: TransformerConfig) -> dict[str, Any]:
     """The arguments whose defaults follow from others, as the model has them."""
-    return {
-        "ffn_hidden_size": config.ffn_size,
-        "kv_channels": config.head_dim,
-        "num_query_groups": config.query_groups,
-        "group_query_attention": config.query_groups != config.num_attention_heads,
-    }
+    values = {field.name: getattr(config, field.name) for field in deciding_fields() if field.default is None}
+    derived = {name: value for name, value in values.items() if value is not None}
+    return derived | {"group_query_attention": config.query_groups != config.num_attention_heads}
 
 
-def mathematics(config: TransformerConfig) -> dict[str, Any]:
-    """What the model computes, without the spelling: two configurations that compute the same are equal here."""
-    rope = config.position_embedding_type == "rope"
-    scaling = (
-        config.rope_scaling_factor,
-        config.rope_low_freq_factor,
-        config.rope_high_freq_factor,
-        config.rope_original_max_position_embeddings,
-    )
-    return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.query_groups,
-        "kv_channels": config.head_dim,
-        "ffn_hidden_size": config.ffn_size,
-        "vocab_size": config.vocab_size,
-        "position_embedding_type": config.position_embedding_type,
-        "max_position_embeddings": config.max_position_embeddings if has_positions(config) else None,
-        "rotary_base": float(config.rotary_base) if rope else None,
-        "rotary_percent": config.rotary_percent if rope else None,
-        "rotary_interleaved": config.rotary_interleaved if rope else None,
-        "rope_scaling": scaling if rope and config.use_rope_scaling else None,
-        "normalization": config.normalization,
-        "norm_epsilon": config.norm_epsilon,
-        "apply_layernorm_1p": config.apply_layernorm_1p,
-        "activation": config.activation,
-        "add_bias_linear": config.add_bias_linear,
-        "add_qkv_bias": config.has_qkv_bias,
-        "qk_layernorm": config.qk_layernorm,
-        "window_size": config.window_size and tuple(config.window_size),
-        "embedding_layernorm": config.embedding_layernorm,
-        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
-    }
+def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
+    """Every parameter of the whole model by its key, as its layers define it.
 
-
-def has_positions(config: TransformerConfig) -> bool:
-    return config.position_embedding_type == "learned_absolute"
+    They are built on the meta device; all layers are alike, so one is enough. Raises ValueError for impossible sizes.
+    """
+    try:
+        model = GPTModel(config, layers=range(1), rng=TensorParallelRng(0, 0), device=torch.device("meta"))
+    except RuntimeError as error:  # more elements than 64 bits can count
+        raise ValueError(f"no model has these sizes: {error}") from error
+    parameters = []
+    for key, entry in model.sharded_state_dict().items():
+        assert isinstance(entry, ShardedTensor) and isinstance(entry.local, torch.nn.Parameter), key
+        parameters.append(ParamSpec(key, entry.global_shape, param_info(entry.local)))
+    layer = [parameter for parameter in parameters if parameter.name.startswith(_FIRST_LAYER)]
+    begin = parameters.index(layer[0])
+    parameters[begin : begin + len(layer)] = [
+        dataclasses.replace(parameter, name=f"decoder.layers.{number}.{parameter.name.removeprefix(_FIRST_LAYER)}")
+        for number in range(config.num_layers)
+        for parameter in layer
+    ]
+    return parameters
 
 
 def model_tensors(config: TransformerConfig) -> dict[str, Shape]:
     """Key and global shape of every parameter, in the order of the model."""
-    hidden = config.hidden_size
-    assert config.vocab_size is not None
-    tensors: dict[str, Shape] = {WORD_EMBEDDINGS: (config.vocab_size, hidden)}
-    if has_positions(config):
-        if not config.max_position_embeddings:
-            raise ValueError(f"learned positions need {flag_name('max_position_embeddings')}")
-        tensors["embedding.position_embeddings.weight"] = (config.max_position_embeddings, hidden)
-    if config.embedding_layernorm:
-        tensors |= _norm("embedding.word_embeddings_layernorm.", config, hidden)
-    for layer in range(config.num_layers):
-        tensors |= {f"decoder.layers.{layer}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    tensors |= _norm("decoder.final_layernorm.", config, hidden)
-    if config.untie_embeddings_and_output_weights:
-        tensors["output_layer.weight"] = (config.vocab_size, hidden)
-    return tensors
-
-
-def _layer_tensors(config: TransformerConfig) -> dict[str, Shape]:
-    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
-    qkv = (heads + 2 * config.query_groups) * head_dim
-    fc1 = config.ffn_size * (2 if config.gated else 1)
-    tensors = _norm("self_attention.linear_qkv.layer_norm_", config, hidden)
-    tensors |= _linear("self_attention.linear_qkv.", qkv, hidden, config.has_qkv_bias)
-    if config.qk_layernorm:
-        tensors |= _norm("self_attention.q_layernorm.", config, head_dim)
-        tensors |= _norm("self_attention.k_layernorm.", config, head_dim)
-    tensors |= _linear("self_attention.linear_proj.", hidden, heads * head_dim, config.add_bias_linear)
-    tensors |= _norm("mlp.linear_fc1.layer_norm_", config, hidden)
-    tensors |= _linear("mlp.linear_fc1.", fc1, hidden, config.add_bias_linear)
-    tensors |= _linear("mlp.linear_fc2.", hidden, config.ffn_size, config.add_bias_linear)
-    return tensors
-
-
-def _norm(prefix: str, config: TransformerConfig, size: int) -> dict[str, Shape]:
-    names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
-    return {prefix + name: (size,) for name in names}
-
-
-def _linear(prefix: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
-    tensors: dict[str, Shape] = {prefix + "weight": (rows, columns)}
-    if bias:
-        tensors[prefix + "bias"] = (rows,)
-    return tensors
+    return {parameter.name: parameter.shape for parameter in model_parameters(config)}

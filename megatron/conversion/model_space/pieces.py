@@ -1,19 +1,22 @@
-"""Global tensors that lie in pieces: which pieces a box needs, and the box put together."""
+"""Global tensors that lie in pieces of files: a box put together from them, and a tensor taken apart into them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, narrow, overlap
+from megatron.conversion.files import Progress, write_at
+from megatron.conversion.model_space.source import Shape, Source, TensorInfo
+from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
+_BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
@@ -87,3 +90,27 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
 
     return read
+
+
+class FilePlace(NamedTuple):
+    """The box at `offset` of extent `shape` goes to byte `position` of `path`, row by row."""
+
+    offset: Shape
+    shape: Shape
+    path: Path
+    position: int
+
+
+def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progress: Progress) -> None:
+    """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are long enough."""
+    info = source.tensors[key]
+    for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
+        found = [(place, overlap((offset, shape), (place.offset, place.shape))) for place in places]
+        wanted = [(place, common) for place, common in found if common is not None]
+        block = source.read(key, offset, shape) if wanted else None
+        for place, common in wanted:
+            assert block is not None
+            part = narrow(block, common.in_first, common.shape).contiguous()
+            (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
+            write_at(place.path, part, place.position + run.start)
+            progress(part.nbytes)

@@ -13,12 +13,14 @@ import torch
 
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import NORM_KEYS
 
 # Megatron-LM's argument -> that of `pipeline_layer_ranges`.
 RULES = {
@@ -102,23 +104,12 @@ class LocalBox:
 
 
 @dataclass(frozen=True)
-class LocalParameter:
+class LocalParameter(ParamSpec):
     """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
 
-    name: str
     key: str
-    shape: Shape
     global_shape: Shape
     boxes: tuple[LocalBox, ...]
-    tied: bool  # one of the two copies of a tied word embedding on different stages
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def weight_decay(self) -> bool:
-        return len(self.shape) > 1 and not self.name.endswith(".bias")
 
 
 def rank_parameters(
@@ -132,8 +123,8 @@ def rank_parameters(
         model = GPTModel(
             config,
             layers=layers,
-            pre_process=ps.pp.is_first and index == 0,
-            post_process=ps.pp.is_last and index == ps.vpp_size - 1,
+            pre_process=ps.is_first_chunk(index),
+            post_process=ps.is_last_chunk(index),
             tp=ps.tp,
             make_vocab_size_divisible_by=divisible_by,
             rng=TensorParallelRng(0, tp_rank),
@@ -148,27 +139,20 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
     return [
         LocalParameter(
             name,
-            entries[param].key,
             tuple(param.shape),
+            param_info(param),
+            entries[param].key,
             entries[param].global_shape,
             tuple(LocalBox(b.offset, b.shape, int(b.tensor.storage_offset())) for b in entries[param].boxes),
-            param_info(param).shared_embedding,
         )
         for name, param in model.named_parameters()
     ]
 
 
-# With Transformer Engine's modules the norms belong to the projections that follow them.
-_FUSED_NORMS = {
-    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-}
-
-
 def fused_name(name: str) -> str:
-    """A parameter's name in Transformer Engine's modules, and in the keys of torch_dist."""
-    for local, fused in _FUSED_NORMS.items():
-        name = name.replace(local, fused)
+    """A parameter's name in Transformer Engine's modules, whose norms belong to the projections that follow them."""
+    for local, fused in NORM_KEYS.items():
+        name = name.replace("." + local, "." + fused)
     return name
 
 

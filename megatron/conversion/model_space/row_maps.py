@@ -91,7 +91,7 @@ def stored_rows(row_map: RowMap) -> list[int]:
     return [rows[source] for source in range(len(rows))]
 
 
-def gather(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
+def unpack_rows(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
     """Model rows `[start, stop)`; `read(source, first, count)` gives stored rows."""
     pieces, base = [], 0
     for block in row_map:
@@ -111,8 +111,8 @@ def gather(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def scatter(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
-    """Stored tensor number `source`, from the whole model-space tensor: the inverse of `gather`."""
+def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
+    """Stored tensor number `source`, from the whole model-space tensor: the inverse of `unpack_rows`."""
     pieces, base = [], 0
     for block in row_map:
         groups = model[base : base + block.rows].unflatten(0, (block.groups, block.group_rows))
@@ -150,7 +150,7 @@ class Run(NamedTuple):
 
 
 def runs(row_map: RowMap, most: int) -> Iterator[Run]:
-    """All model rows in runs of at most `most` rows (or one group), each row once: `scatter` a little at a time."""
+    """All model rows in runs of at most `most` rows (or one group), each row once: `pack_rows` a little at a time."""
     base = 0
     for block in row_map:
         if block.groups == 1:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import FileTensor
+from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     Check,
@@ -135,7 +136,8 @@ TRAINING_STATE = record(
 def namespace(value: Any, where: str) -> Any:
     if not isinstance(value, argparse.Namespace):
         refuse(where, value, "the arguments of a run (a Namespace)")
-    ARGUMENTS(vars(value), where)
+    # Enums of other projects are for the reader that knows them; what it makes of them is checked in `model_config`.
+    ARGUMENTS({name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}, where)
     return value
 
 

@@ -8,7 +8,7 @@ one key per layer with its global number, TP-independent shapes, optimizer state
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,12 @@ OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main 
 def optimizer_key(state: str, parameter: str) -> str:
     assert state in OPTIMIZER_STATES, state
     return f"optimizer.state.{state}.{parameter}"
+
+
+def full_precision_key(parameter: str, keys: Container[str]) -> str:
+    """Where the values of `parameter` are in full: its fp32 main parameter if that is among `keys`, else itself."""
+    main = optimizer_key("param", parameter)
+    return main if main in keys else parameter
 
 
 @dataclass(frozen=True)

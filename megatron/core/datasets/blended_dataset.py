@@ -26,6 +26,7 @@ class BlendedDataset:
         size: int | None,
         cache: Path | None,
         name: str = "BlendedDataset",
+        verify_cache: bool = True,
     ) -> None:
         assert members and (size is not None or weights is None)
         if len(members) > MAX_BLEND_MEMBERS:
@@ -47,7 +48,8 @@ class BlendedDataset:
             "size": self.size,
         }
         self.fingerprint = digest_of({**description, "members": [member.fingerprint for member in members]})
-        arrays = load_or_build(cache, name, description, lambda: self._build(limits if weights is None else None))
+        own_limits = limits if weights is None else None
+        arrays = load_or_build(cache, name, description, lambda: self._build(own_limits), verify_cache)
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
         self._check_members(limits)

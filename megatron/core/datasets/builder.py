@@ -26,7 +26,8 @@ def build_datasets(
     """(train, valid, test) with at least `num_samples` samples each.
 
     A split for which 0 samples are wanted, or that has no data, is None; None samples stand for one pass over the data.
-    Every rank may call this, at any time: no collective is involved, and the index cache is safe to share.
+    Every rank may call this, at any time: no collective is involved, and the index cache is safe to share. Where one
+    rank of a node has done it, the others need not verify the cache again (`config.verify_index_cache`).
     """
     assert len(num_samples) == len(SPLITS)
     build: Build = (
@@ -80,7 +81,8 @@ class _Builder:
         size, wanted = _blend_sizes(blend, num_samples, self.config.mid_level_dataset_surplus)
         members = self._map(lambda prefix, n: self._member(split, fractions, prefix, n), blend.prefixes, wanted)
         cache = cache_directory(self.config, blend.prefixes[0])
-        dataset = BlendedDataset(members, blend.weights, size, cache, f"BlendedDataset-{split}")
+        name, verify = f"BlendedDataset-{split}", self.config.verify_index_cache
+        dataset = BlendedDataset(members, blend.weights, size, cache, name, verify)
         for prefix, member, weight in zip(blend.prefixes, members, dataset.weights, strict=True):
             logger.info("%s blend: %.4f of %s, %d epochs", split, weight, prefix, member.plan.num_epochs)
         return dataset

@@ -61,6 +61,8 @@ class GPTDatasetConfig:
     add_extra_token_to_sequence: bool = True
     # Drop the tokens at the end of the validation split that do not fill a sample, rather than padding them.
     drop_last_partial_validation_sequence: bool = True
+    # Compare cached indices with their digests. One process of a node is enough: it reads whole arrays.
+    verify_index_cache: bool = True
 
     def __post_init__(self) -> None:
         raise_problems(self._problems())

@@ -66,6 +66,7 @@ class GPTDataset:
             f"GPTDataset-{split}",
             description,
             lambda: build_gpt_index(self.plan, indexed.lengths),
+            config.verify_index_cache,
         )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]

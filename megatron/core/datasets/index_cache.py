@@ -40,13 +40,17 @@ def digest_of_array(array: np.ndarray) -> str:
 
 
 def load_or_build(
-    directory: Path | None, name: str, description: dict[str, Any], build: Callable[[], Arrays]
+    directory: Path | None, name: str, description: dict[str, Any], build: Callable[[], Arrays], verify: bool = True
 ) -> Arrays:
-    """The arrays that `description` determines: mapped from `directory`, or built (and left there for the others)."""
+    """The arrays that `description` determines: mapped from `directory`, or built (and left there for the others).
+
+    Without `verify` (another process of the node has just done it) the content of an index is not compared with its
+    digests.
+    """
     if directory is None:
         return build()
     stem = directory / f"{digest_of(description)}-{name}"
-    arrays, damage = _load(stem)
+    arrays, damage = _load(stem, verify)
     if arrays is not None:
         return arrays
     if damage:
@@ -58,7 +62,7 @@ def load_or_build(
         except OSError as error:
             logger.warning("cannot write the index cache %s (%s): the index stays in memory", directory, error)
             return arrays
-    mapped, damage = _load(stem)  # from now on all processes of a node share the page cache
+    mapped, damage = _load(stem, verify)  # from now on all processes of a node share the page cache
     if mapped is None:
         logger.warning(
             "the index cache %s-* cannot be read back (%s): using the index in memory", stem, damage or "absent"
@@ -67,7 +71,7 @@ def load_or_build(
     return mapped
 
 
-def _load(stem: Path) -> tuple[Arrays | None, str]:
+def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
     """(arrays, "") of a whole index, (None, "") where there is none, (None, what is wrong) for a damaged one."""
     path = _record_path(stem)
     try:
@@ -86,7 +90,7 @@ def _load(stem: Path) -> tuple[Arrays | None, str]:
         return None, f"{type(error).__name__}: {error}"
     arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
     for key, array in arrays.items():
-        if digest_of_array(array) != recorded[key]:
+        if verify and digest_of_array(array) != recorded[key]:
             return None, f"{stem.name}-{key}.npy does not have the recorded contents"
     return arrays, ""
 

@@ -38,10 +38,7 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     if text == "release":
         return text
     if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(
-            f"{path}: {text[:40]!r} is neither an iteration nor 'release'. Write the iteration to load into it, or "
-            "remove it so that the newest complete checkpoint is taken."
-        )
+        raise CheckpointError(f"{path}: {text[:40]!r} is neither an iteration nor 'release'")
     return int(text)
 
 

@@ -44,6 +44,15 @@ class ShardedTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     local: torch.Tensor | None = None
+    read: Callable[[Shape, Shape], torch.Tensor] | None = None  # of a `lazy` one: (offset, extent) -> values
+
+    @classmethod
+    def lazy(
+        cls, key: str, shape: Shape, dtype: torch.dtype, read: Callable[[Shape, Shape], torch.Tensor]
+    ) -> ShardedTensor:
+        """A whole tensor that is not in memory: a save reads it a few rows at a time, from several threads."""
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        return cls(key, shape, dtype, (Box((0,) * len(shape), meta),), read=read)
 
     @classmethod
     def replicated(cls, key: str, tensor: torch.Tensor) -> ShardedTensor:

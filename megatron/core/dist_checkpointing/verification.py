@@ -71,21 +71,23 @@ def verify(
 
 
 def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
-    """Files of a checkpoint that are not there, or not as long as when it was committed; content is not read.
+    """Files of a checkpoint that are not there, or shorter than when it was committed; content is not read.
 
-    Empty for checkpoints of other programs, which carry no list of their files.
+    Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked for.
     """
     path, problems = Path(directory), []
-    if not (path / CHECKSUMS).exists():
-        return []
-    for name, sums in read_checksums(path).items():
+    if (path / CHECKSUMS).exists():
+        exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
+    else:
+        exact, sizes = False, read_metadata(path).file_sizes()
+    for name, expected in sizes.items():
         try:
             size = (path / name).stat().st_size
         except OSError:
             problems.append(f"{name} is missing")
             continue
-        if size != sums.size:
-            problems.append(f"{name} has {size} bytes instead of {sums.size}")
+        if size < expected or (exact and size != expected):
+            problems.append(f"{name} has {size} bytes instead of {expected}")
     return problems
 
 

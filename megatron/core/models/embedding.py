@@ -62,7 +62,7 @@ class GPTEmbedding(MegatronModule):
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
-            info=ParamInfo(Normal(config.init_method_std), tp_split=True, shared_embedding=shared),
+            info=ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=shared),
             tp=tp,
             sequence_parallel=sequence_parallel,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
@@ -119,9 +119,7 @@ class OutputLayer(MegatronModule):
         super().__init__()
         self.tp, self.sequence_parallel, self.vocab_size, self.tied_copy = tp, sequence_parallel, vocab_size, tied_copy
         rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
-        info = ParamInfo(
-            Normal(config.init_method_std), tp_split=True, shared_embedding=tied_copy, counted=not tied_copy
-        )
+        info = ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=tied_copy, counted=not tied_copy)
         shape = (rows, config.hidden_size)
         self.weight = make_parameter(shape, config.params_dtype, device, info) if own_weight else None
 

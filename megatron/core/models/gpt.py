@@ -35,7 +35,7 @@ def chunk_places(
     """The chunks of one rank; `stages` are the layers of all chunks by [stage][chunk]."""
     chunks = stages[ps.pp.rank]
     return [
-        ChunkPlace(layers, ps.pp.is_first and index == 0, ps.pp.is_last and index == len(chunks) - 1, ps, rng, device)
+        ChunkPlace(layers, ps.is_first_chunk(index), ps.is_last_chunk(index), ps, rng, device)
         for index, layers in enumerate(chunks)
     ]
 

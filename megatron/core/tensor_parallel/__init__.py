@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: collectives, split layers, the loss, and random numbers."""
 
-from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy, loss_chunk_elements
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,5 +16,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "checkpoint",
     "linear_cross_entropy",
+    "loss_chunk_elements",
     "padded_vocab_size",
 ]

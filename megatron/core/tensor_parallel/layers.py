@@ -104,8 +104,9 @@ class ColumnParallelLinear(MegatronModule):
         self.tp, self.sequence_parallel, self.num_blocks = tp, sequence_parallel, num_blocks
         block = divide(output_size, num_blocks, "outputs of a column-parallel layer over its blocks")
         rows = num_blocks * divide(block, tp.size, "outputs of a column-parallel layer over the tensor-parallel ranks")
-        self.weight = make_parameter((rows, input_size), dtype, device, ParamInfo(init, tp_split=True))
-        self.bias = make_parameter((rows,), dtype, device, ParamInfo(Constant(0.0), tp_split=True)) if bias else None
+        weight, zeros = (ParamInfo(first, tp_dim=0, tp_blocks=num_blocks) for first in (init, Constant(0.0)))
+        self.weight = make_parameter((rows, input_size), dtype, device, weight)
+        self.bias = make_parameter((rows,), dtype, device, zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return _Linear.apply(x, self.weight, self.bias, self.tp, True, self.sequence_parallel)
@@ -140,7 +141,7 @@ class RowParallelLinear(MegatronModule):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
         columns = divide(input_size, tp.size, "inputs of a row-parallel layer over the tensor-parallel ranks")
-        self.weight = make_parameter((output_size, columns), dtype, device, ParamInfo(init, tp_split=True))
+        self.weight = make_parameter((output_size, columns), dtype, device, ParamInfo(init, tp_dim=1))
         # The bias gradient is taken from the gathered output gradient: it is whole on every rank.
         self.bias = make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0))) if bias else None
 
@@ -156,6 +157,8 @@ class RowParallelLinear(MegatronModule):
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
     """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally many."""
+    if make_vocab_size_divisible_by < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
     return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
 
 

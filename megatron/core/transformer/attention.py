@@ -102,6 +102,19 @@ class SelfAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        grouped = self.queries_per_group > 1
+        if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
+            k, v = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (k, v))
+            grouped = False
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.queries_per_group > 1
+            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
         )
+
+
+def takes_groups(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether a fused kernel takes fewer key and value heads than query heads.
+
+    On CUDA that is flash attention alone, which has no masks and no fp32. Without it torch would fall back to plain
+    matrix products that keep all probabilities; copies of keys and values for every query head cost far less.
+    """
+    return device_type != "cuda" or (not masked and dtype in (torch.float16, torch.bfloat16))

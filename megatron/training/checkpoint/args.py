@@ -9,51 +9,15 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.conversion.open_checkpoint import find_checkpoint, open_found
 from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpoint.directory import find_checkpoint
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.transformer.transformer_config import deciding_fields, is_used
 from megatron.training.config.arguments import Given
 
-# What decides keys and shapes of the weights: a checkpoint that differs in one of them is one of another model.
-SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "quick_geglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "embedding_layernorm",
-    "untie_embeddings_and_output_weights",
-)
-
-# What decides what the same weights compute: it may be changed on purpose.
-MATHEMATICS = (
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
-    "rotary_interleaved",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "squared_relu",
-    "bias_gelu_fusion",
-    "openai_gelu",
-    "window_size",
-)
-
-# With --use-checkpoint-args these are taken over, too.
+# What --use-checkpoint-args takes over besides the fields that decide the model.
 ALSO_TAKEN = (
     "group_query_attention",
-    "max_position_embeddings",
     "make_vocab_size_divisible_by",
     "tokenizer_type",
     "tokenizer_model",
@@ -90,19 +54,24 @@ def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
-    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args."""
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args. Collective."""
     if root is None:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
-    found, _ = find_checkpoint(root, step)
-    if found is None:
-        raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
-    return stored_args(vars(load_common(found)["args"]))
+
+    def read() -> dict[str, Any]:
+        found = find_checkpoint(root, step)
+        if found is None:
+            raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
+        common = load_common(found.directory) if found.format == "torch_dist" else {}
+        return stored_args(vars(common["args"]) if "args" in common else open_found(found).args)
+
+    return Coordination.of(None).at_coordinator(read)
 
 
 def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:
     """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
     merged, notes = dict(given), []
-    for name in SHAPE + MATHEMATICS + ALSO_TAKEN:
+    for name in (*(field.name for field in deciding_fields()), *ALSO_TAKEN):
         if name not in stored:
             continue
         if name in given and given[name] != stored[name]:
@@ -118,17 +87,16 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
 
     flags = stored_args(flags)
 
-    def differing(names: tuple[str, ...]) -> list[str]:
-        pairs = {name: (stored[name], flags[name]) for name in names if name in stored}
+    def differing(what: str) -> list[str]:
+        names = [field.name for field in deciding_fields(what) if field.name in stored and is_used(field, flags)]
+        pairs = {name: (stored[name], flags[name]) for name in names}
         return [f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in pairs.items() if old != new]
 
-    wrong = differing(SHAPE)
-    if flags["position_embedding_type"] == "learned_absolute":
-        wrong += differing(("max_position_embeddings",))
+    wrong = differing("shapes")
     if wrong:
         lines = "\n  ".join(wrong)
         raise ValueError(
             f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
             "--use-checkpoint-args"
         )
-    return [f"warning: {source} was trained with other mathematics: {line}" for line in differing(MATHEMATICS)]
+    return [f"warning: {source} was trained with other mathematics: {line}" for line in differing("mathematics")]

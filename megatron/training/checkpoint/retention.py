@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE
+from megatron.conversion.open_checkpoint import iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import is_complete, load_common, read_tracker
-from megatron.core.dist_checkpointing.saving.shard_file import Workers
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import fsync_directory, remove
-from megatron.training.checkpoint.directory import iteration_directory, saved_iterations
 
 VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
 _DELETING = ".deleting-"

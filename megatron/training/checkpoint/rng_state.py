@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.conversion.megatron_lm.rng import initial_cuda_state
+from megatron.conversion.megatron_lm.objects import initial_cuda_state
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.conversion.open_checkpoint import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, staging_for_waiting, write_tracker
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.training.checkpoint.directory import iteration_directory, iteration_of
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting import console

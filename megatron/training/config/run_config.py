@@ -34,6 +34,7 @@ from megatron.training.config.options import (
 from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule, parse_steps
 from megatron.training.data.samplers import DataLoaderConfig
 from megatron.training.data.tokenizer import TokenizerConfig
+from megatron.training.launch.initialize import environment_world_size, join
 
 
 @dataclass
@@ -156,6 +157,8 @@ def parse_args(argv: Sequence[str], world_size: int) -> Config:
     given = line.given
     if given.get("use_checkpoint_args"):
         try:
+            if environment_world_size() > 1:  # which checkpoint that is, rank 0 decides for all
+                join(build(DistributedConfig, given))
             given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
         except ValueError as error:  # without the model, nothing else can be judged
             raise_problems([*line.problems, str(error)])

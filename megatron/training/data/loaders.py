@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -11,6 +13,8 @@ from megatron.core.datasets import Dataset
 from megatron.training.data.samplers import DataIterator
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import DatasetsProvider, Run
+
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +47,35 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
 
     Rank 0 holds the first layer, so it always needs data, and knows which splits there are.
     """
+
+    def build(verify: bool) -> Datasets:
+        data = replace(run.config.data, verify_index_cache=verify)
+        return provider(replace(run.config, data=data), num_samples(run), tokenizer)
+
     needs_data = any(run.needs_batch(chunk) for chunk in range(len(run.chunks)))
-    datasets = provider(run.config, num_samples(run), tokenizer) if needs_data else (None, None, None)
+    datasets = one_rank_per_node_first(build, needs_data) or (None, None, None)
     _compare_fingerprints(run, datasets[0])
     exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
     dist.broadcast_object_list(exists, src=0)
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
     splits = zip(exists[0], datasets, consumed, strict=True)
     return Data(*(Split(there, _iterator(run, dataset, start)) for there, dataset, start in splits))
+
+
+def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool) -> Datasets | None:
+    """`build(True)` on one rank of each node, which builds and verifies index caches; `build(False)` on the others.
+
+    These begin when all nodes are ready, and map what was built. None where no data is needed. Collective.
+    """
+    places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    mine = (socket.gethostname(), needs_data)
+    dist.all_gather_object(places, mine)
+    first = needs_data and places.index(mine) == dist.get_rank()
+    try:
+        datasets = build(True) if first else None
+    finally:  # also after an error: the others meet it by themselves
+        dist.barrier()
+    return build(False) if needs_data and not first else datasets
 
 
 def num_samples(run: Run) -> tuple[int, int, int]:

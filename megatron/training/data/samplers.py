@@ -119,6 +119,24 @@ def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
+class _ErrorsAsSamples:
+    """A data set that returns its ValueErrors: raised in a worker process, they would arrive inside its traceback."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> Sample | ValueError:
+        try:
+            return self.dataset[index]
+        except ValueError as error:
+            return error
+
+
+def _collate(samples: list[Any]) -> dict[str, np.ndarray] | ValueError:
+    """A micro batch, or the first error of its samples."""
+    return next((sample for sample in samples if isinstance(sample, ValueError)), None) or collate(samples)
+
+
 class DataIterator:
     """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
     attention_mask bool [mbs, 1, s, s] with --reset-attention-mask.
@@ -161,6 +179,9 @@ class DataIterator:
         except BaseException:
             self.close()
             raise
+        if isinstance(arrays, ValueError):
+            self.close()
+            raise arrays
         batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
@@ -175,10 +196,10 @@ class DataIterator:
     def _start(self) -> Any:
         self._stop.clear()
         loader: DataLoader[Any] = DataLoader(
-            self.dataset,  # type: ignore[arg-type]  # has __getitem__ and __len__, which is all that is used
+            _ErrorsAsSamples(self.dataset),  # type: ignore[arg-type]  # has __getitem__, which is all that is used
             batch_sampler=self.sampler,
             num_workers=self.num_workers,
-            collate_fn=collate,
+            collate_fn=_collate,
             worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
             generator=torch.Generator(),  # it draws a seed, which must not come from the generator of the training
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.utils import flag, round_up
+from megatron.core.utils import flag
 
 
 class Tokenizer(Protocol):
@@ -66,13 +66,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
         raise ValueError("no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for GPT2BPETokenizer")
     return TOKENIZERS[config.kind](config)
-
-
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
-    """Rows of the embedding over all TP ranks."""
-    if make_vocab_size_divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
-    return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
 
 
 def _path(kind: str, flag_name: str, value: str | None) -> Path:

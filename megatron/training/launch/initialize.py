@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,10 +38,13 @@ def environment_world_size() -> int:
 
 
 def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[ParallelState, torch.device]:
-    """Join the run: threads, device, process groups. Under torchrun or as a single plain process.
+    """Join the run: threads, device, process groups. Under torchrun or as a single plain process."""
+    device = join(config)
+    return ParallelState.create(parallel, timedelta(minutes=config.distributed_timeout_minutes)), device
 
-    A default process group that exists already is used as it is.
-    """
+
+def join(config: DistributedConfig) -> torch.device:
+    """Threads, device and the default process group; one that exists already is used as it is."""
     torch.set_num_threads(num_threads(config))
     if config.deterministic_mode:
         _be_deterministic()
@@ -52,11 +59,15 @@ def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[Par
         _init_process_group(
             config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"), timeout, device
         )
-    return ParallelState.create(parallel, timeout), device
+    return device
 
 
 def choose_device(config: DistributedConfig) -> torch.device:
-    """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU."""
+    """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU.
+
+    A launcher may show every process its own device alone (`srun --gpus-per-task=1`): one device is everybody's first.
+    Should it be the same one after all, NCCL says so ("Duplicate GPU detected") when the processes meet.
+    """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
         raise ValueError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
@@ -65,7 +76,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
             raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on the CPU")
         return torch.device("cpu")
     local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= devices and config.distributed_backend != "gloo":
+    if 1 < devices <= local_rank and config.distributed_backend != "gloo":
         raise ValueError(
             f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per "
             "node, or let processes share a device with --distributed-backend gloo"
@@ -104,18 +115,35 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 def errors_explained_once(status: int = 1) -> Iterator[None]:
     """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
-    The others wait before they speak: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
-    is theirs alone.
+    The others wait before they report: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
+    is theirs alone. torchrun shows the first error of all ranks as the root cause.
     """
     try:
         yield
     except ValueError as error:
-        if environment_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(status)
-        time.sleep(_WAIT_FOR_RANK_0)
-        print(f"error on rank {environment_rank()}: {error}", file=sys.stderr)
+        rank, when = environment_rank(), time.time()
+        if rank > 0:
+            time.sleep(_WAIT_FOR_RANK_0)
+        message = f"error on rank {rank}: {error}" if rank > 0 else f"error: {error}"
+        _tell_launcher(message, when)
+        print(message, file=sys.stderr)
         sys.exit(status)
+    except LostRankError as error:
+        _tell_launcher(str(error), time.time())
+        raise
+    except Exception:
+        _tell_launcher(traceback.format_exc(), time.time())
+        raise
+
+
+def _tell_launcher(message: str, when: float) -> None:
+    """Write torchrun's error file; of all ranks it shows the message with the earliest time, and nothing else."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        # the form of torch.distributed.elastic's ErrorHandler, which has no way to leave out the traceback
+        error = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(when))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")
 
 
 class LostRankError(RuntimeError):

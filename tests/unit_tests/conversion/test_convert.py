@@ -10,8 +10,9 @@ from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, Options, compare, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.open_checkpoint import READERS, open_checkpoint
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.conversion.open_checkpoint import FORMATS as READABLE
+from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 
 FORMATS = list(WRITERS)
 LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
@@ -105,7 +106,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
     def out_of_patience(nbytes):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):  # the saver's threads report what stopped them
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
@@ -133,6 +134,6 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint in a format that we know"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
-    with pytest.raises(ValueError, match="--ckpt-step 3 .* there is iter_0000007"):
+    with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
-    assert sorted(READERS) == sorted(WRITERS)
+    assert sorted(READABLE) == sorted(WRITERS)

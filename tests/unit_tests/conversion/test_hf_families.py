@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.conversion.huggingface.families import family_of
-from megatron.conversion.model_space.model import mathematics, model_config, model_tensors
+from megatron.conversion.model_space.model import model_config, model_tensors
+from megatron.core.transformer.transformer_config import model_signature
 
 LLAMA3_ROPE = {
     "factor": 32.0,
@@ -195,7 +196,7 @@ def test_published_models(name: str) -> None:
     assert {place.key for place in family.places(config)} == set(model_tensors(config))
     assert not family.obstacles(config)
     again = model_config(family.read_config(family.write_config(config), {}), hf["vocab_size"], name)
-    assert mathematics(again) == mathematics(config)
+    assert model_signature(again) == model_signature(config)
 
 
 def test_what_the_fields_say() -> None:

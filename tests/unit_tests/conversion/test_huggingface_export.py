@@ -138,7 +138,7 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
         ({"normalization": "LayerNorm"}, "no normalization = LayerNorm"),
         ({"rotary_percent": 0.5}, "no rotary_percent = 0.5"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "no qk_layernorm = True"),
-        ({"swiglu": False}, "no activation = gelu"),
+        ({"swiglu": False}, "no swiglu = False"),
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
     ],
 )

@@ -6,13 +6,13 @@ import torch
 from megatron.conversion.model_space.row_maps import (
     RowMap,
     as_is,
-    gather,
+    pack_rows,
     qkv_apart,
     qkv_blocks,
     runs,
-    scatter,
     stacked,
     stored_rows,
+    unpack_rows,
 )
 
 
@@ -43,9 +43,9 @@ def test_both_directions(name: str) -> None:
 
     for start in range(len(model)):
         for stop in range(start + 1, len(model) + 1):
-            assert torch.equal(gather(row_map, start, stop, read), model[start:stop]), (start, stop)
+            assert torch.equal(unpack_rows(row_map, start, stop, read), model[start:stop]), (start, stop)
     for number, tensor in enumerate(stored):
-        assert torch.equal(scatter(row_map, number, model), tensor)
+        assert torch.equal(pack_rows(row_map, number, model), tensor)
 
 
 @pytest.mark.parametrize("most", [1, 5, 7, 1000])

@@ -13,10 +13,10 @@ class Split(MegatronModule):
     def __init__(self, rank, size, dtype=torch.float32):
         super().__init__()
         self.rank, self.size = rank, size
-        self.fused = make_parameter((24 // size, 5), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
-        self.columns = make_parameter((7, 8 // size), dtype, None, ParamInfo(Normal(0.1), tp_split=True))
+        self.fused = make_parameter((24 // size, 5), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
+        self.columns = make_parameter((7, 8 // size), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
         self.scale = make_parameter((5,), dtype, None, ParamInfo(Constant(1.0)))
-        self.table = make_parameter((12 // size, 3), dtype, None, ParamInfo(Normal(1.0), tp_split=True))
+        self.table = make_parameter((12 // size, 3), dtype, None, ParamInfo(Normal(1.0), tp_dim=0))
 
     def sharded_state_dict(self, prefix=""):
         place = (self.rank, self.size)
@@ -83,6 +83,6 @@ def test_normal_over_several_blocks_equals_its_parts():
 
 
 def test_param_info_travels_with_the_parameter():
-    info = ParamInfo(Constant(0.0), tp_split=True)
+    info = ParamInfo(Constant(0.0), tp_dim=0)
     param = make_parameter((2,), torch.float32, None, info)
     assert param_info(param) is info

@@ -3,14 +3,25 @@
 import json
 import logging
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, IndexedDatasetBuilder, index_cache
-from megatron.core.datasets.index_cache import load_or_build
+from megatron.core.datasets import (
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    build_datasets,
+    gpt_dataset,
+    index_cache,
+)
+from megatron.core.datasets.gpt_index import build_gpt_index
+from megatron.core.datasets.index_cache import digest_of_array, load_or_build
+from megatron.training.data.loaders import one_rank_per_node_first
 
 NAMES = ["document_index.npy", "index.json", "sample_index.npy", "shuffle_index.npy"]
 
@@ -164,3 +175,43 @@ def build_while_others_damage(rank, world_size, corpus, cache):
 def test_processes_share_a_directory_without_waiting(corpus, tmp_path, pool):
     assert pool.run(build_while_others_damage, 4, str(corpus), str(tmp_path)) == [True] * 4
     assert not list((tmp_path / "shared").glob("*.tmp*"))
+
+
+def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
+    """What this rank built and hashed of the indices, and the first tokens of its samples."""
+    counts = {"built": 0, "hashed": 0}
+
+    def counted(name, function):
+        def call(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    gpt_dataset.build_gpt_index = counted("built", build_gpt_index)
+    index_cache.digest_of_array = counted("hashed", digest_of_array)
+    socket.gethostname = lambda: hosts[rank]
+
+    def build(verify):
+        config = GPTDatasetConfig(
+            seq_length=16, data_path=[corpus], split="1", data_cache_path=cache, verify_index_cache=verify
+        )
+        return build_datasets(config, (300, 0, 0), 0, 100)
+
+    try:
+        datasets = one_rank_per_node_first(build, needs_data[rank])
+    finally:
+        gpt_dataset.build_gpt_index, index_cache.digest_of_array = build_gpt_index, digest_of_array
+    tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
+    return counts["built"], counts["hashed"], tokens
+
+
+def test_one_rank_of_a_node_builds_and_verifies(corpus, tmp_path, pool):
+    """Ranks 0 and 1 are one node, 2 and 3 another, where rank 2 needs no data."""
+    args = (str(corpus), str(tmp_path / "cache"), "aabb", [True, True, False, True])
+    first, again = (pool.run(loaded_by_node, 4, *args) for _ in range(2))
+    for built, hashed, _ in (first[1], again[1], first[2], again[2]):
+        assert built == hashed == 0
+    assert {first[0][0], first[3][0]} <= {0, 1} and first[0][0] + first[3][0] >= 1
+    assert [again[rank][:2] for rank in (0, 3)] == [(0, 3)] * 2
+    assert first[2][2] is None and first[0][2] == first[1][2] == first[3][2] == again[1][2]

@@ -2,12 +2,13 @@
 
 import errno
 import os
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from saved_state import Training, assert_holds, assert_sharded, sharded
+from saved_state import Training, assert_holds, assert_sharded, sharded, state_of
 
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing import (
     load,
     load_common,
     read_tracker,
+    save,
     write_tracker,
 )
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE
@@ -156,3 +158,51 @@ def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, li
     if lively:
         assert (tmp_path / "0/added").read_text() == "a file of another form"
         assert_sharded(tmp_path / "0", 2, 0)
+
+
+LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a piece
+    "matrix": torch.arange(3_000_000, dtype=torch.float32).view(3000, 1000),
+    "wide": torch.arange(5_000_000, dtype=torch.int32).view(2, -1),
+    "vector": torch.arange(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+}
+
+
+def lazy_state():
+    def reader(value):
+        return lambda offset, shape: value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    return {key: ShardedTensor.lazy(key, tuple(value.shape), value.dtype, reader(value)) for key, value in LAZY.items()}
+
+
+def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
+    written = []
+    save(state_of(**LAZY), tmp_path / "live", common={}, workers=2)
+    save(lazy_state(), tmp_path / "lazy", common={}, workers=2, progress=written.append)
+    files = sorted(path.name for path in (tmp_path / "live").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__0_1.distcp"]
+    assert all((tmp_path / "lazy" / name).read_bytes() == (tmp_path / "live" / name).read_bytes() for name in files)
+    assert sum(written) == sum((tmp_path / "lazy" / name).stat().st_size for name in files)
+
+
+def test_an_interrupted_save_is_cancelled(tmp_path):
+    """The exception of the caller comes through, and nothing is left behind."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck(offset, shape):
+        begun.set()
+        go_on.wait()
+        return torch.zeros(shape)
+
+    class Saver(AsyncSaver):
+        def close(self):  # the last that leaving the block does: the save is cancelled by now
+            go_on.set()
+            super().close()
+
+    state = {"matrix": ShardedTensor.lazy("matrix", (9_000_000,), torch.float32, stuck)}
+    with pytest.raises(KeyboardInterrupt), Saver(workers=1) as saver:
+        handle = saver.save(state, tmp_path / "interrupted", common={})
+        begun.wait()
+        raise KeyboardInterrupt
+    assert "cancelled" in handle.wait().error and os.listdir(tmp_path) == []

@@ -20,7 +20,7 @@ def random_specs(seed):
     for i in range(rng.randint(1, 30)):
         shape = tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 3)))
         kind = rng.choice(["weight", "bias", "word_embeddings.weight"])
-        flags = {name: rng.random() < 0.5 for name in ("tp_split", "partial_grad")}
+        flags = {"tp_dim": rng.choice([None, 0]), "partial_grad": rng.random() < 0.5}
         specs.append(spec(f"p{i}.{kind}", shape, shared_embedding=rng.random() < 0.1, **flags))
     return specs
 
@@ -67,15 +67,15 @@ def test_groups():
 
 
 def test_a_gpt_without_overlap_has_four_buckets():
-    specs = [spec("embedding.word_embeddings.weight", (50, 8), tp_split=True)]
+    specs = [spec("embedding.word_embeddings.weight", (50, 8), tp_dim=0)]
     for layer in range(3):
         specs += [
             spec(f"layers.{layer}.norm.weight", (8,), partial_grad=True),
-            spec(f"layers.{layer}.fc1.weight", (32, 8), tp_split=True),
-            spec(f"layers.{layer}.fc1.bias", (32,), tp_split=True),
-            spec(f"layers.{layer}.fc2.weight", (8, 32), tp_split=True),
+            spec(f"layers.{layer}.fc1.weight", (32, 8), tp_dim=0),
+            spec(f"layers.{layer}.fc1.bias", (32,), tp_dim=0),
+            spec(f"layers.{layer}.fc2.weight", (8, 32), tp_dim=0),
         ]
-    specs.append(spec("output_layer.weight", (50, 8), tp_split=True))
+    specs.append(spec("output_layer.weight", (50, 8), tp_dim=0))
     buckets = plan_buffer(specs, 10**9, 4)
     assert [b.spans[0].spec.name for b in buckets] == [
         "output_layer.weight",

@@ -24,7 +24,7 @@ def config(**changes):
 
 
 def memory(model, tp_size=1, sequence_parallel=False):
-    return ActivationMemory(model, SEQ, BATCH, tp_size, sequence_parallel, 128)
+    return ActivationMemory(model, SEQ, BATCH, tp_size, sequence_parallel, 128, device_type="cpu")
 
 
 def saved_bytes(model):

@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron.conversion.megatron_lm.extra_states import is_extra_state
+from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
 from megatron.conversion.model_space.load_plan import plan_load
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.conversion.open_checkpoint import detect, is_torch_dist, locate, open_checkpoint
+from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_checkpoint, require_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
@@ -69,8 +70,7 @@ class View:
 
 def open_view(root: Path, step: int | None) -> View:
     """In model space if the files say which model it is, so that formats can be compared; else keys as stored."""
-    path = locate(root, step)
-    kind = detect(path)
+    path, kind, _ = require_checkpoint(root, step)
     if kind != "torch_dist":
         source = open_checkpoint(path, kind)
         return View(path, kind, source.tensors, source.read)
@@ -97,8 +97,7 @@ def bar(total: int, what: str, quiet: bool) -> tqdm:
 
 
 def show(args: argparse.Namespace) -> int:
-    path = locate(args.path, args.ckpt_step)
-    kind = detect(path)
+    path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
     view = stored_view(path) if kind == "torch_dist" else open_view(path, None)
     chosen = {key: info for key, info in view.tensors.items() if fnmatch.fnmatch(key, args.keys)}
     result: dict[str, Any] = {"path": str(path), "format": kind, **_totals(view)}
@@ -188,7 +187,8 @@ def verify_target(root: Path, step: int | None) -> Path:
     """The directory to verify, even if what is missing is that by which a checkpoint is recognised."""
     if any(root.glob("*.distcp")):
         return root
-    path = locate(root, step)
+    named, _ = named_checkpoint(root, step)
+    path = named if named is not None and any(named.glob("*.distcp")) else require_checkpoint(root, step).directory
     if not (is_torch_dist(path) or any(path.glob("*.distcp"))):
         raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist has what it takes to verify it")
     return path
@@ -320,7 +320,7 @@ def digest(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    source = open_checkpoint(locate(args.path, args.ckpt_step))
+    source = open_checkpoint(args.path, step=args.ckpt_step)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
     ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

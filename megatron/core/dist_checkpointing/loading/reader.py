@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
 from megatron.core.dist_checkpointing.loading.block_verifier import BlockVerifier
+from megatron.core.dist_checkpointing.threads import same_cuda_device
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
 _READ_THROUGH = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
@@ -124,7 +125,7 @@ class Reader:
             for batch in batches:
                 self._read_batch(batch)
             return
-        with ThreadPoolExecutor(min(workers, max(1, len(batches))), "checkpoint-reader") as pool:
+        with ThreadPoolExecutor(min(workers, max(1, len(batches))), "checkpoint-reader", same_cuda_device()) as pool:
             for _ in pool.map(self._read_batch, batches):
                 pass
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,21 @@ class Coordination:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def at_coordinator(self, function: Callable[[], T]) -> T:
+        """The result of `function()` on rank 0, on all ranks; a ValueError of it is raised on all."""
+        answer: list[Any] = [None]
+        if self.is_coordinator:
+            try:
+                answer = [function()]
+            except ValueError as error:
+                answer = [error]
+        if self.size > 1:
+            dist.broadcast_object_list(answer, src=self._global_rank(0), group=self.group)
+        if isinstance(answer[0], ValueError):
+            raise answer[0]
+        result: T = answer[0]
+        return result
 
     def map_at_coordinator(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
         """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is raised everywhere."""

@@ -29,10 +29,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult, Rewrite
 from megatron.core.dist_checkpointing.saving.prepared_plan import PreparedPlan, prepare_plan
-from megatron.core.dist_checkpointing.saving.shard_file import Workers
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import check_free_space
 
 
@@ -94,6 +94,8 @@ class AsyncSaver:
     `fully_parallel` shares out the writing of what several ranks hold; `workers` threads write as many files per rank;
     `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
     the writing. A rank that is silent for `timeout` seconds after rank 0 has finished its own part fails the save.
+    `progress` is called from the writing threads with the number of bytes just written. Leaving a `with` block by an
+    exception cancels the save under way.
     """
 
     def __init__(
@@ -105,12 +107,13 @@ class AsyncSaver:
         staging_mem_limit: int | None = None,
         timeout: float = 600.0,
         assume_constant_structure: bool = False,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
         self._coordination = Coordination.of(group)
         self._fully_parallel, self._workers, self._timeout = fully_parallel, workers, timeout
-        self._assume_constant_structure = assume_constant_structure
+        self._assume_constant_structure, self._progress = assume_constant_structure, progress
         self._max_slots = None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
         self._plan: PreparedPlan | None = None
         self._buffer: StagingBuffer | None = None
@@ -206,7 +209,9 @@ class AsyncSaver:
     def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._current is not None and self._current[0].transfer is not None:
+            self._current[0].transfer.cancel()
         self.close()
 
     def _wait_for_current(self) -> None:
@@ -235,7 +240,7 @@ class AsyncSaver:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
         stream = self._stream if on_device else None
-        job.transfer = Transfer(job.plan.files, job.plan.chunks, sources, job.objects, stream)
+        job.transfer = Transfer(job.plan.files, job.plan.chunks, sources, job.objects, stream, self._progress)
 
     def _slots(self, pinned: bool, touch: bool = False) -> list:
         """The staging slots, allocated when the plan needs more than there are."""
@@ -335,6 +340,7 @@ def save(
     on_commit: Callable[[], None] | None = None,
     rewrite: Rewrite | None = None,
     timeout: float = 600.0,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveReport:
     """The same verbs in a row: returns on every rank when the checkpoint is committed.
 
@@ -343,7 +349,12 @@ def save(
     """
     limit = staging_for_waiting(workers)
     with AsyncSaver(
-        group, fully_parallel=fully_parallel, workers=workers, staging_mem_limit=limit, timeout=timeout
+        group,
+        fully_parallel=fully_parallel,
+        workers=workers,
+        staging_mem_limit=limit,
+        timeout=timeout,
+        progress=progress,
     ) as saver:
         report = saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite).wait()
     if report.error is not None:

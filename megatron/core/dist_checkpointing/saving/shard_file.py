@@ -1,7 +1,5 @@
-"""Writing shard files: a few persistent threads, large writes past the page cache, block checksums on the way.
+"""Writing shard files: large writes past the page cache, block checksums on the way.
 
-Threads are enough: copies, hashes and writes of large buffers release the interpreter lock, so the training thread is
-held up for microseconds; there is no process that could die, leak or be forked, and no shared memory.
 Direct writes cost a tenth of the CPU time of buffered ones and leave the page cache to the data loader.
 """
 
@@ -10,48 +8,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
 from megatron.core.durable_files import naming
 
 _PAGE = 4096
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
-
-
-class Workers:
-    """Daemon threads that run tasks in the order of submission; the process never waits for them at exit."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, task: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._tasks.put((future, task))
-        return future
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _serve(self) -> None:
-        while (entry := self._tasks.get()) is not None:
-            future, task = entry
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            del entry, future, task  # an idle thread keeps nothing alive
 
 
 class ShardFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
 from megatron.core.dist_checkpointing.saving.commit import PendingSave
-from megatron.core.dist_checkpointing.saving.shard_file import ShardFile, Workers
+from megatron.core.dist_checkpointing.saving.shard_file import ShardFile
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile
 from megatron.core.dist_checkpointing.saving.staging import Chunk, Slot, Source
+from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import write_durably
 
 
@@ -36,10 +37,12 @@ class Transfer:
         sources: Sequence[Source],
         objects: ObjectFile,
         stream: torch.cuda.Stream | None,
+        progress: Callable[[int], None],
     ) -> None:
         self.staged = threading.Event()
         self.staged_at = 0.0
         self._files, self._chunks, self._objects, self._stream = files, chunks, objects, stream
+        self._progress = progress  # called by the writers with the number of bytes just written
         self._sources: Sequence[Source] = sources
         self._unstaged = len(chunks)
         self._lock = threading.Lock()
@@ -88,16 +91,22 @@ class Transfer:
         with self._lock:
             self._futures.append(self._pool.submit(partial(task, index)))
 
+    def cancel(self) -> None:
+        """From any thread: `run` raises as soon as the pieces under way are done."""
+        self._failed = True
+
     def _wait(self) -> None:
         """Every task may have submitted another one: go on until none is new."""
         position = 0
         while True:
             with self._lock:
                 if position == len(self._futures):
-                    return
+                    break
                 future = self._futures[position]
             future.result()
             position += 1
+        if self._failed:
+            raise CheckpointError("cancelled")
 
     def _drain(self) -> None:
         position = 0
@@ -137,6 +146,7 @@ class Transfer:
         if copied is not None:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
+        self._progress(chunk.length)
         following = index + len(self._slots)
         if following < len(self._chunks):
             self._stage(following)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import narrow, relative
-from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
+from megatron.core.dist_checkpointing.planning.planner import Item
 
 SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
@@ -72,7 +73,23 @@ class BytesSource:
         slot.view[part.at : part.at + part.length] = self._view[part.start : part.start + part.length]
 
 
-Source = HostSource | DeviceSource | BytesSource
+class LazySource:
+    """The bytes of an item that is read while it is staged, whole rows at a time."""
+
+    def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
+        self._read, self._item = read, item
+
+    def copy(self, slot: Slot, part: Part) -> None:
+        item, axis = self._item, row_axis(self._item.shape)
+        row = item.nbytes // (1 if axis is None else item.shape[axis])
+        first, last = part.start // row, -(-(part.start + part.length) // row)
+        rows = item.rows(first, last - first)
+        values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
+        skipped = part.start - first * row
+        slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
+
+
+Source = HostSource | DeviceSource | BytesSource | LazySource
 
 
 class Slot(NamedTuple):
@@ -165,19 +182,22 @@ def bind_sources(
     files: Sequence[FileLayout], constants: Sequence[BytesSource], state: ShardedStateDict, volatile: frozenset[str]
 ) -> list[Source]:
     """All sources in `cut_chunks`' numbering, over the live tensors of `state`; `volatile` keys are copied now."""
-    boxes: dict[tuple[str, tuple[int, ...]], Box] = {
-        (entry.key, box.offset): box
-        for entry in state.values()
-        if isinstance(entry, ShardedTensor)
-        for box in entry.boxes
-    }
+    tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
+    boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[Source] = []
     for number, placed in enumerate(placed for file in files for placed in file.items):
-        item = placed.item
-        tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
-        if placed.item.key in volatile:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        tensor = tensor.contiguous()
-        data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
+        item, read = placed.item, tensors[placed.item.key].read
+        if read is not None:
+            data: Source = LazySource(read, item)
+        else:
+            tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
+            data = _live_source(tensor, item.key in volatile)
         sources += [constants[2 * number], data, constants[2 * number + 1]]
     return sources
+
+
+def _live_source(tensor: torch.Tensor, volatile: bool) -> Source:
+    if volatile:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tensor = tensor.contiguous()
+    return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)

@@ -91,6 +91,8 @@ def test_positions_matter_only_when_they_are_learned():
 def test_other_mathematics_is_a_note():
     (note,) = check_same_model(flags(), flags() | {"rotary_base": 500000.0}, "here")
     assert "rotary_base: 500000.0" in note
+    alibi = flags() | {"position_embedding_type": "alibi"}
+    assert check_same_model(alibi, alibi | {"rotary_base": 500000.0, "rope_scaling_factor": 3.0}, "here") == []
 
 
 def test_taking_arguments_over():

@@ -131,7 +131,7 @@ def test_an_error_of_a_sample_reaches_the_training_process():
 
     for num_workers in (0, 1):
         iterator = DataIterator(Broken(10), 0, 1, DataLoaderConfig(num_workers=num_workers))
-        with pytest.raises(ValueError, match="sample 0 is broken"):
+        with pytest.raises(ValueError, match="^sample 0 is broken$"):
             next(iterator)
 
 

@@ -7,7 +7,7 @@ import sentencepiece
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer, padded_vocab_size
+from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"
 
@@ -186,11 +186,3 @@ def test_files_of_another_kind(tmp_path, sentencepiece_models):
         build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk)))
     with pytest.raises(ValueError, match="has no end-of-sentence piece"):
         build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")))
-
-
-def test_padded_vocab_size():
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(257, 16, 2) == 288
-    assert padded_vocab_size(256, 128, 2) == 256
-    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by must be positive, got 0"):
-        padded_vocab_size(257, 0, 1)

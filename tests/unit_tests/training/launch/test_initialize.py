@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.rng import rng_key as megatron_rng_key
+from megatron.conversion.megatron_lm.objects import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
@@ -46,6 +46,29 @@ def test_devices_that_are_not_there():
         choose_device(DistributedConfig(device="cuda"))
     with pytest.raises(ValueError, match="--distributed-backend nccl"):
         choose_device(DistributedConfig(distributed_backend="nccl"))
+
+
+@pytest.mark.parametrize(
+    "devices,local_rank,backend,index",
+    [
+        (8, 5, None, 5),
+        (1, 0, None, 0),
+        (1, 3, None, 0),  # srun --gpus-per-task=1: each process sees its own device alone
+        (2, 5, "gloo", 1),  # processes share devices
+        (2, 2, None, "local rank 2, but only 2 CUDA devices here"),
+        (4, 7, "nccl", "local rank 7, but only 4 CUDA devices here"),
+    ],
+)
+def test_device_of_a_local_rank(monkeypatch, devices, local_rank, backend, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    config = DistributedConfig(distributed_backend=backend)
+    if isinstance(index, str):
+        with pytest.raises(ValueError, match=index):
+            choose_device(config)
+    else:
+        assert choose_device(config) == torch.device("cuda", index)
 
 
 def test_tf32_is_what_the_flag_says():

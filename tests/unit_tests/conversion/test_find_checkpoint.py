@@ -1,0 +1,155 @@
+"""Which checkpoint is loaded: the one asked for, the tracker's, or the newest complete one; in every format."""
+
+import dataclasses
+import shutil
+
+import pytest
+from memory_source import GPT_ARGS, random_source
+
+from megatron.conversion.convert import WRITERS, Options, convert
+from megatron.conversion.files import no_progress
+from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.open_checkpoint import (
+    FORMATS,
+    Found,
+    find_checkpoint,
+    iteration_directory,
+    iteration_of,
+    newest_first,
+    open_checkpoint,
+    open_found,
+    saved_iterations,
+)
+from megatron.core.dist_checkpointing import write_tracker
+
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By format: a directory with checkpoints of iterations 5 and 10, and a tracker that names the latter."""
+    roots = {}
+    for name in ("torch_dist", "legacy", "universal"):
+        roots[name] = tmp_path_factory.mktemp(name)
+        for iteration in (5, 10):
+            source = random_source(GPT_ARGS, seed=iteration)
+            source.training.iteration = iteration
+            part = tmp_path_factory.mktemp("part")
+            WRITERS[name](source, part, Options(tensor_parallel=2), no_progress)
+            shutil.copytree(part, roots[name], dirs_exist_ok=True)
+    return roots
+
+
+@pytest.fixture(params=["torch_dist", "legacy", "universal"])
+def run(request, runs, tmp_path):
+    """(format, root, old checkpoint, new checkpoint): a copy to be damaged."""
+    root = tmp_path / "run"
+    shutil.copytree(runs[request.param], root)
+    new, old = newest_first(root)
+    return request.param, root, old, new
+
+
+def test_names(tmp_path):
+    assert iteration_directory("run", 12).as_posix() == "run/iter_0000012"
+    assert iteration_of(iteration_directory("run", 12)) == 12
+    for name in ("iter_0000007", "iter_notes", "iter_0000003"):
+        (tmp_path / name).mkdir()
+    assert saved_iterations(tmp_path) == [3, 7]
+
+
+def test_nothing_there(tmp_path):
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "absent") is None
+    iteration_directory(tmp_path, 3).mkdir()
+    assert find_checkpoint(tmp_path) is None, "an empty directory holds nothing that could be lost"
+
+
+def test_the_tracker_decides(run):
+    form, root, old, new = run
+    assert find_checkpoint(root) == Found(new, form)
+    write_tracker(root, 5)
+    (root / "latest_universal").unlink(missing_ok=True)
+    assert find_checkpoint(root) == Found(old, form)
+
+
+def test_a_checkpoint_itself(run):
+    form, _, old, _ = run
+    assert find_checkpoint(old) == Found(old, form)
+
+
+def test_a_step_rules_over_the_tracker(run):
+    form, root, old, _ = run
+    assert find_checkpoint(root, 5) == Found(old, form)
+    with pytest.raises(ValueError, match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}"):
+        find_checkpoint(root, 7)
+
+
+@pytest.mark.parametrize("tracker", [None, b"", b"\xff\x00garbage", b"../../etc", b"20"])
+def test_without_a_tracker_that_can_be_followed_the_newest_one_counts(run, tracker):
+    form, root, _, new = run
+    for name in TRACKERS:
+        if (root / name).exists() and tracker is not None:
+            (root / name).write_bytes(tracker)
+        else:
+            (root / name).unlink(missing_ok=True)
+    found = find_checkpoint(root)
+    assert found[:2] == (new, form) and "the newest complete checkpoint" in found.note
+    assert "there is no tracker file" in found.note or "latest_" in found.note or "tracker names 20" in found.note
+
+
+def test_every_missing_or_truncated_file_is_found_out(run):
+    """What is said to be whole can be opened and read; else the checkpoint before stands in, and the note says why."""
+    form, root, old, new = run
+    found_out = 0
+    for path in sorted(path for path in new.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        for damaged in (None, content[: len(content) // 2], content[:-1]):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            found = find_checkpoint(root)
+            if found.directory == old:
+                assert path.name in found.note or "not complete" in found.note, found.note
+                with pytest.raises(ValueError, match=f"--ckpt-step 10: .*cannot be loaded.*complete are: {old.name}"):
+                    find_checkpoint(root, 10)
+                found_out += 1
+            else:
+                source = open_found(found)
+                assert all(read_whole(source, key).numel() for key in source.tensors), path
+            path.write_bytes(content)
+    assert find_checkpoint(root) == Found(new, form)
+    needed = {"torch_dist": "*.distcp", "legacy": "*.pt", "universal": "zero/*/[fe]*.pt"}
+    assert found_out >= 3 * len(list(new.rglob(needed[form])))
+
+
+def test_checkpoints_none_of_which_is_whole(run):
+    """To start from scratch would overwrite them."""
+    _, root, old, new = run
+    for name in TRACKERS:
+        (root / name).unlink(missing_ok=True)
+    for directory in (old, new):
+        max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size).unlink()
+    with pytest.raises(ValueError, match=f"(?s)no tracker.*no complete checkpoint.*{new.name}: .*missing.*{old.name}"):
+        find_checkpoint(root)
+
+
+def test_a_release(tmp_path):
+    source = dataclasses.replace(random_source(GPT_ARGS), training=None)
+    WRITERS["torch_dist"](source, tmp_path, Options(), no_progress)
+    assert find_checkpoint(tmp_path) == Found(tmp_path / "release", "torch_dist")
+    (tmp_path / TRACKERS[0]).unlink()
+    assert find_checkpoint(tmp_path).directory == tmp_path / "release"
+    (tmp_path / "release/metadata.json").unlink()
+    write_tracker(tmp_path, "release")
+    with pytest.raises(ValueError, match=r"names release, but it is damaged: metadata\.json is missing"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_converter_takes_what_training_takes(run, caplog, tmp_path):
+    form, root, old, new = run
+    for name in TRACKERS:
+        (root / name).unlink(missing_ok=True)
+    next(path for path in new.rglob("*") if path.suffix in (".distcp", ".pt")).unlink()
+    outcome = convert(root, tmp_path / "hf", "hf")
+    assert str(old) in outcome.source and "newest complete checkpoint" in caplog.text
+    assert open_checkpoint(tmp_path / "hf", "hf").training is None and form in FORMATS

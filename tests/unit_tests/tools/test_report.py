@@ -1,0 +1,122 @@
+"""The report of a run: what is counted, and that a browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from megatron.training.reporting.run_record import RunRecord, read_record
+from tools import report
+
+SAVE = {"blocking": 0.5, "staging": 1.0, "writing": 3.0, "commit": 0.25, "total": 3.5}
+POINTS = {f"save-{name}-time": seconds for name, seconds in SAVE.items()} | {"save-gigabytes": 0.002}
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def start(root, began, first, loaded, intervals, end):
+    """A start that is ready 5 seconds after it began and then trains intervals of 10 iterations in 20 seconds each."""
+    clock = Clock(began)
+    record = RunRecord(root, clock)
+    clock.now += 5
+    record.write(
+        "start", began=began, iteration=first, loaded=loaded, layout=f"TP {1 + first}", train_iters=60,
+        command=["pretrain_gpt.py", "</script><b>"], summary={"model": "2 layers", "parameters": "5M, all"},
+    )  # fmt: skip
+    for index in range(intervals):
+        clock.now += 20
+        last = first + 10 * (index + 1)
+        record.write(
+            "interval", iteration=last, iterations=10, seconds=20.0, lm_loss=5 - last / 20, tokens_per_second=100
+        )
+    record.write("point", iteration=last, values={"lm loss validation": 4.5} | POINTS)
+    if end:
+        clock.now += 1
+        record.write("end", iteration=last, reason=end, failed=False)
+    record.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three starts: killed at iteration 30, then from 10 to 40, then from there to 60."""
+    start(tmp_path, 1000, 0, None, 3, None)  # until 1065
+    start(tmp_path, 1100, 10, "run/iter_0000010", 3, "complete")  # until 1166
+    start(tmp_path, 1200, 40, "run/iter_0000040", 2, "complete")  # until 1246
+    for iteration in (30, 40):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+        (tmp_path / f"iter_{iteration:07d}/data.bin").write_bytes(bytes(1000))
+    return tmp_path
+
+
+def test_goodput(run):
+    starts = read_record(run)
+    assert report.kept_until(starts)[:2] == [10, 40]
+    assert report.goodput(starts) == {
+        "training": 20.0 + 60.0 + 40.0,
+        "done again later": 40.0,
+        "held up by saves": 1.5,
+        "starting": 15.0,
+        "between starts": 35.0 + 34.0,
+        "evaluation and other": pytest.approx(246 - 120 - 40 - 1.5 - 15 - 69),
+    }
+
+
+def test_facts(run):
+    facts = report.facts(run, check=False)
+    first, second, _ = facts["starts"]
+    assert first["loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)] and first["kept"] == 10 and first["failed"]
+    assert second["first"] == 10 and second["validation"] == [(40, 4.5)] and not second["failed"]
+    stages = {"copy to host memory": 1.0, "write": 2.0, "commit": 0.5, "training waited": 0.5, "bytes": 2e6}
+    assert second["saves"] == [(40, stages)]
+    rows = {row["iteration"]: row for row in facts["checkpoints"]}
+    assert (rows[30]["start"], rows[30]["parent"], rows[30]["bytes"]) == (1, "random weights", 1000)
+    assert (rows[40]["start"], rows[40]["parent"], rows[40]["layout"]) == (2, "iter_0000010", "TP 11")
+    assert rows[40]["state"] == "it is not complete"
+
+
+def test_long_curves_are_averaged(run, monkeypatch):
+    monkeypatch.setattr(report, "MAX_POINTS", 2)
+    assert report.facts(run, check=False)["starts"][0]["loss"] == [(20, 4.25), (30, 3.5)]
+
+
+def test_a_directory_without_a_record_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no record of a run"):
+        report.facts(tmp_path, check=False)
+
+
+def test_the_page_asks_for_nothing(run, capsys):
+    assert report.main([str(run)]) == 0
+    html = (run / "report.html").read_text()
+    assert "default-src 'none'" in html
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", html)
+    assert html.count("</script>") == 1  # the one of the command is escaped
+    assert json.loads(re.search(r"^const run = (.*);$", html, re.MULTILINE)[1])["train_iters"] == 60
+
+
+BROWSER = shutil.which("chromium")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_a_browser_draws_it_without_errors(run, tmp_path_factory, width):
+    output = tmp_path_factory.mktemp("browser")
+    report.main([str(run), "--output", str(output / "report.html")])
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command += [f"--user-data-dir={output}/profile", f"--window-size={width},2000", f"file://{output}/report.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+    assert shown.returncode == 0 and not console, console
+    assert shown.stdout.count("<svg") == 3 and shown.stdout.count("<table") == 2
+    assert shown.stdout.count('stroke-dasharray="5 4"') == 2  # what was done again, in two charts
+    widths = [int(text) for text in re.findall(r'viewBox="0 0 (\d+)', shown.stdout)]
+    assert len(widths) == 3 and max(widths) <= width and max(widths) > 0.6 * min(width, 1160)

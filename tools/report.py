@@ -1,0 +1,180 @@
+"""One self-contained HTML page about a run: curves over all its starts, saves, goodput, checkpoints.
+
+    python tools/report.py RUN [--output RUN/report.html] [--verify]
+
+RUN is a --save directory. What it shows comes from the record of the run (`run.json` and `runs/` in it) and from the
+checkpoints themselves. --verify reads them whole and compares checksums. The page loads nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import verify
+from megatron.core.durable_files import write_durably
+from megatron.training.checkpoint.directory import fault, iteration_directory, saved_iterations
+from megatron.training.reporting.run_record import Start, finite, read_record
+
+PAGE = Path(__file__).with_name("report_page.html")
+MAX_POINTS = 1500  # of a curve; more are averaged
+
+Row = dict[str, Any]
+
+
+def kept_until(starts: Sequence[Start]) -> list[int]:
+    """For each start the last iteration that no later start did again."""
+    limits, limit = [], sys.maxsize
+    for start in reversed(starts):
+        limits.append(limit)
+        limit = min(limit, start.first)
+    return limits[::-1]
+
+
+def goodput(starts: Sequence[Start]) -> dict[str, float]:
+    """Where the time from the first line to the last went, in seconds."""
+    spent = {"training": 0.0, "done again later": 0.0, "held up by saves": 0.0, "starting": 0.0, "between starts": 0.0}
+    ended = starts[0].began
+    for start, limit in zip(starts, kept_until(starts), strict=True):
+        spent["between starts"] += max(0.0, start.began - ended)
+        spent["starting"] += start.start["time"] - start.began
+        spent["held up by saves"] += sum(row["values"]["save-blocking-time"] for row in saves_of(start))
+        for row in start.intervals:
+            again = min(max(0, row["iteration"] - limit), row["iterations"]) / row["iterations"]
+            spent["done again later"] += again * row["seconds"]
+            spent["training"] += (1 - again) * row["seconds"]
+        ended = max(ended, start.ended)
+    spent["evaluation and other"] = max(0.0, ended - starts[0].began - sum(spent.values()))
+    return spent
+
+
+def saves_of(start: Start) -> list[Row]:
+    """The points of its committed saves."""
+    return [row for row in start.points if "save-total-time" in row["values"]]
+
+
+def curve(start: Start, name: str) -> list[tuple[float, float]]:
+    """(iteration, value) of the intervals, averaged where they are many."""
+    points = [(row["iteration"], row[name]) for row in start.intervals if row.get(name) is not None]
+    step = -(-len(points) // MAX_POINTS) or 1
+    groups = [points[i : i + step] for i in range(0, len(points), step)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def checkpoints(root: Path, starts: Sequence[Start], check: bool) -> list[Row]:
+    """Every checkpoint that is there: when, how large, by which start, where it descends from, whether whole."""
+    writers = {row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)}
+    rows = []
+    for iteration in saved_iterations(root):
+        directory, writer = iteration_directory(root, iteration), writers.get(iteration)
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        rows.append(
+            {
+                "iteration": iteration,
+                "time": max((path.stat().st_mtime for path in files), default=None),
+                "bytes": sum(path.stat().st_size for path in files),
+                "files": len(files),
+                "start": None if writer is None else writer + 1,
+                "layout": None if writer is None else starts[writer].start["layout"],
+                "parent": None if writer is None else parent(starts[writer], iteration),
+                "state": state(directory, check),
+            }
+        )
+    return rows
+
+
+def parent(writer: Start, iteration: int) -> str:
+    """The checkpoint before it on the same branch, by name."""
+    earlier = [row["iteration"] for row in saves_of(writer) if row["iteration"] < iteration]
+    if earlier:
+        return iteration_directory("", max(earlier)).name
+    return Path(writer.start["loaded"]).name if writer.start["loaded"] else "random weights"
+
+
+def state(directory: Path, check: bool) -> str:
+    if any(directory.glob("mp_rank_*")):
+        return "legacy format"
+    problem = fault(directory)
+    if problem is not None:
+        return problem
+    if not check:
+        return "complete"
+    problems = verify(directory).problems
+    return f"DAMAGED: {problems[0]}" if problems else "verified"
+
+
+def facts(root: Path, check: bool) -> Row:
+    """Everything the page shows, as plain values. Raises ValueError where there is no record."""
+    starts = read_record(root)
+    if not starts:
+        raise ValueError(f"{root}: no record of a run (runs/*.jsonl); give the --save directory of a run")
+    run = starts[-1].start
+    return {
+        "name": str(root),
+        "summary": run["summary"],
+        "command": run["command"],
+        "train_iters": run["train_iters"],
+        "goodput": goodput(starts),
+        "starts": [start_facts(start, limit) for start, limit in zip(starts, kept_until(starts), strict=True)],
+        "checkpoints": checkpoints(root, starts, check),
+    }
+
+
+def start_facts(start: Start, limit: int) -> Row:
+    points = [(row["iteration"], row["values"]) for row in start.points]
+    return {
+        "layout": start.start["layout"],
+        "began": start.began,
+        "ended": start.ended,
+        "first": start.first,
+        "last": start.last,
+        "kept": min(limit, start.last),
+        "loaded": start.start["loaded"],
+        "reason": start.end["reason"] if start.end else "no end recorded: killed, or still running",
+        "failed": start.end is None or start.end["failed"],
+        "loss": curve(start, "lm_loss"),
+        "throughput": curve(start, "tokens_per_second"),
+        "validation": [(i, values["lm loss validation"]) for i, values in points if "lm loss validation" in values],
+        "saves": [(row["iteration"], save_stages(row["values"])) for row in saves_of(start)],
+    }
+
+
+def save_stages(values: dict[str, float]) -> dict[str, float]:
+    """Seconds of a save one after the other; `training waited` overlaps with them."""
+    staged, written, total = (values[f"save-{name}-time"] for name in ("staging", "writing", "total"))
+    return {
+        "copy to host memory": staged,
+        "write": max(0.0, written - staged),
+        "commit": max(0.0, total - max(staged, written)),
+        "training waited": values["save-blocking-time"],
+        "bytes": values["save-gigabytes"] * 1e9,
+    }
+
+
+def page(values: Row) -> str:
+    """The page with its data inside; `<` is escaped, so that no text can end the script."""
+    data = json.dumps(finite(values)).replace("<", "\\u003c")
+    return PAGE.read_text(encoding="utf-8").replace('"__DATA__"', data)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the --save directory of a run")
+    parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html)")
+    parser.add_argument("--verify", action="store_true", help="read every checkpoint and compare its checksums")
+    args = parser.parse_args(argv)
+    output = args.output or args.run / "report.html"
+    write_durably(output, page(facts(args.run, args.verify)).encode())
+    print(f"report: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
