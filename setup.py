@@ -25,6 +25,7 @@ setup(
         "sentencepiece>=0.2,<0.3",
         "tensorboard>=2.16,<3",
         "safetensors>=0.4.5,<1",
+        "pyyaml>=6,<7",
         "transformers>=4.45,<6",
         "xxhash>=3.4,<5",
         "tqdm>=4.66,<5",

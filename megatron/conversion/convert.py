@@ -17,7 +17,15 @@ from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_hug
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState, full_precision_key
+from megatron.conversion.model_space.source import (
+    ADAM,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    optimizer_states,
+)
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.format.schema import file_name
@@ -140,8 +148,9 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     if saver == "hf" and not options.optim_sidecar:
         return sum(info.nbytes for info in weights)
-    if saver == "universal":  # main parameters and two moments, in fp32
-        return sum(3 * 4 * math.prod(info.shape) for info in weights)
+    if saver == "universal":  # every state in fp32
+        states = len(optimizer_states(source.tensors) or ADAM)
+        return sum(states * 4 * math.prod(info.shape) for info in weights)
     return sum(info.nbytes for info in source.tensors.values())
 
 

@@ -35,7 +35,7 @@ class Hints:
     args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
     qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: the state beside a Hugging Face model is left alone
+    optimizer: bool = True  # False: its state is passed over, whatever it is
 
 
 class NoCheckpointError(ValueError):
@@ -51,8 +51,10 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "torch_dist": Format(is_torch_dist, torch_dist_faults, lambda directory, hints: TorchDistSource(directory)),
-    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory)),
+    "torch_dist": Format(
+        is_torch_dist, torch_dist_faults, lambda directory, hints: TorchDistSource(directory, hints.optimizer)
+    ),
+    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory, hints.optimizer)),
     "hf": Format(
         is_huggingface,
         lambda directory: [],  # all of its files are looked at when it is opened
@@ -61,7 +63,7 @@ FORMATS: dict[str, Format] = {
     "universal": Format(
         lambda directory: (directory / ZERO).is_dir(),
         universal_faults,
-        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout),
+        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
     ),
 }
 

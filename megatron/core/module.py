@@ -70,6 +70,7 @@ class ParamInfo:
     partial_grad: bool = False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
     shared_embedding: bool = False  # tied embedding with PP > 1: one copy on the first and one on the last stage
     counted: bool = True  # False for the copy on the last stage: it is left out of norms
+    row_blocks: tuple[int, ...] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
 
     @property
     def tp_split(self) -> bool:

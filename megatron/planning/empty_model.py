@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.buffer_plan import BucketPlan, ParamSpec, plan_buffer
+from megatron.core.distributed.buffer_plan import BucketPlan, ParamGroup, ParamSpec, plan_buffer
 from megatron.core.models import ChunkPlace, chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.optimizer import OptimizerConfig
@@ -71,12 +72,13 @@ def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
         )
 
 
-def stored_sizes(chunks: list[EmptyChunk], whole: bool = True) -> Counter[str]:
-    """Elements of every stored tensor by key, each once: of the whole model or of these chunks' boxes."""
-    sizes: Counter[str] = Counter()
+def stored_sizes(chunks: list[EmptyChunk], whole: bool = True) -> Counter[tuple[str, ParamGroup]]:
+    """Elements of every stored tensor by key and group, each once: of the whole model or of these chunks' boxes."""
+    sizes: Counter[tuple[str, ParamGroup]] = Counter()
     for chunk in chunks:
         for key, entry in chunk.module.sharded_state_dict().items():
-            assert isinstance(entry, ShardedTensor)
+            assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
+            spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
             boxes = sum(box.tensor.numel() for box in entry.boxes)
-            sizes[key] = torch.Size(entry.global_shape).numel() if whole else boxes
+            sizes[key, spec.group] = spec.numel if whole else boxes
     return sizes

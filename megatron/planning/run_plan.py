@@ -7,10 +7,13 @@ pipeline schedule runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
+from megatron.core.distributed.buffer_plan import ParamGroup
+from megatron.core.optimizer import state_names
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.tensor_parallel import padded_vocab_size
@@ -109,7 +112,7 @@ def plan_run(run: RunShape, world_size: int) -> RunPlan:
     return RunPlan(
         stages,
         num_parameters,
-        num_parameters * _stored_bytes_per_parameter(run),
+        _stored_bytes(run, sizes),
         num_microbatches,
         (pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
     )
@@ -138,13 +141,17 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
     memory = MemoryPlan(
         weights=numel * run.model.params_dtype.itemsize,
         gradients=_gradient_bytes(run, numel, numel // shards),
-        optimizer=numel // shards * _optimizer_bytes(run, main_parameters=run.model.params_dtype.itemsize < 4),
+        optimizer=sum(
+            bucket.numel // shards * _optimizer_bytes(run, bucket.group, run.model.params_dtype.itemsize < 4)
+            for chunk in chunks
+            for bucket in chunk.buckets
+        ),
         tables=len(chunks) * activations.tables,
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
     )
-    stored = sum(stored_sizes(chunks, whole=False).values()) * _stored_bytes_per_parameter(run)
+    stored = _stored_bytes(run, stored_sizes(chunks, whole=False))
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(run, ps, chunks, activations)
@@ -196,12 +203,13 @@ def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunk
     return peak
 
 
-def _optimizer_bytes(run: RunShape, main_parameters: bool) -> int:
-    """Per parameter: fp32 main parameters, unless they are the model's own, and the state of the update rule."""
-    moments = {"adam": 2, "sgd": 1 if run.optimizer.sgd_momentum else 0}[run.optimizer.optimizer]
-    return 4 * (moments + main_parameters)
+def _optimizer_bytes(run: RunShape, group: ParamGroup, main_parameters: bool) -> int:
+    """Per parameter of `group`: fp32 main parameters, unless they are the model's own, and the update rule's state."""
+    return 4 * (len(state_names(run.optimizer, group)) + main_parameters)
 
 
-def _stored_bytes_per_parameter(run: RunShape) -> int:
-    optimizer = _optimizer_bytes(run, main_parameters=True) if run.saves_optimizer else 0
-    return run.model.params_dtype.itemsize + optimizer
+def _stored_bytes(run: RunShape, sizes: Counter[tuple[str, ParamGroup]]) -> int:
+    """Of weights and optimizer in a checkpoint, which holds main parameters in any case."""
+    weight = run.model.params_dtype.itemsize
+    optimizer = {group: _optimizer_bytes(run, group, main_parameters=True) for _, group in sizes}
+    return sum(n * (weight + (optimizer[group] if run.saves_optimizer else 0)) for (_, group), n in sizes.items())

@@ -4,6 +4,9 @@ import pytest
 import torch
 from training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, assert_same_bits, train, whole
 
+from megatron.conversion.convert import Options, convert
+from megatron.conversion.open_checkpoint import Hints, open_checkpoint
+
 FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
 
 
@@ -45,6 +48,20 @@ def test_without_the_distributed_optimizer(pool, tmp_path, precision):
     assert (content["iteration"], content["args"].consumed_train_samples) == (4, 32)
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
     assert_same_bits(whole(loaded), whole(saved))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd(pool, tmp_path, momentum):
+    """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their optimizer."""
+    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
+    legacy, again = tmp_path / "legacy", tmp_path / "torch_dist"
+    saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {legacy}")
+    convert(legacy, again, "torch_dist", verify=True)
+    loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
+    assert_same_bits(whole(loaded), whole(saved))
+    convert(again, tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False))
+    weights = open_checkpoint(tmp_path / "hf").tensors
+    assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
 
 
 @pytest.mark.parametrize("damage", ["lost tracker", "garbled tracker", "truncated checkpoint"])

@@ -3,7 +3,7 @@
 <root>/latest_universal                            name of the directory
 <root>/<tag>/mp_rank_XX_model_states.pt            arguments, schedule, counters; equal for all XX but rank numbers
 <root>/<tag>/zero/optimizer_state.pt               parameter groups (not in BLOOM-era directories)
-<root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
+<root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt; of SGD {fp32,momentum_buffer,step}.pt
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
 from megatron.conversion.files import archive_faults
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.schemas import (
     GRAD_SCALER,
     PARAM_GROUP,
@@ -25,7 +26,7 @@ from megatron.conversion.model_space.schemas import (
     namespace,
     scalar,
 )
-from megatron.conversion.model_space.source import Shape
+from megatron.conversion.model_space.source import ADAM, SGD, Shape
 from megatron.core.dist_checkpointing.format.input_files import read_regular
 from megatron.core.dist_checkpointing.format.schema import COUNT, file_name, number, optional, record, sequence
 from megatron.core.dist_checkpointing.format.schema import key as check_key
@@ -55,6 +56,7 @@ ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 STEP = "step.pt"
 STATE_FILES = {"param": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+STATE_FILES["momentum_buffer"] = "momentum_buffer.pt"  # of SGD, in place of the moments
 
 
 def model_state_name(rank: int) -> str:
@@ -127,6 +129,13 @@ class UniversalFiles:
     def optimizer_state(self) -> dict[str, Any] | None:
         path = self.directory / ZERO / OPTIMIZER_STATE
         return dict(_OPTIMIZER(safe_load(path), str(path))) if path.exists() else None
+
+    def states(self) -> tuple[str, ...]:
+        """Those that the optimizer has of every parameter."""
+        if self.arguments.get("optimizer") != "sgd":
+            return ADAM
+        folder = self.directory / ZERO / self.names[WORD_EMBEDDINGS]
+        return SGD if (folder / STATE_FILES["momentum_buffer"]).exists() else SGD[:1]
 
     def step(self) -> int:
         """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were not skipped."""

@@ -30,7 +30,13 @@ class UniversalSource:
     2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments give away.
     """
 
-    def __init__(self, directory: Path, args: Mapping[str, Any] | None = None, qkv_layout: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        args: Mapping[str, Any] | None = None,
+        qkv_layout: str | None = None,
+        optimizer: bool = True,
+    ) -> None:
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         given = dict(args or {})
@@ -38,12 +44,14 @@ class UniversalSource:
         self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, given), self.description)
         self.args |= resolved(config)
-        self.tensors = _tensors(files, config)
+        self.tensors = _tensors(files, config, optimizer)
         self._qkv_map = _qkv_map(config, self._blocks(qkv_layout, config))
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
         )
+        if not optimizer:
+            self.training.param_groups = self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         info = self.tensors[key]
@@ -137,7 +145,7 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
     return implied
 
 
-def _tensors(files: UniversalFiles, config: TransformerConfig) -> dict[str, TensorInfo]:
+def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) -> dict[str, TensorInfo]:
     """Weights and states; raises ValueError unless files and arguments describe the same model."""
     wanted = model_tensors(config)
     missing = [key for key in wanted if key not in files.names]
@@ -154,7 +162,7 @@ def _tensors(files: UniversalFiles, config: TransformerConfig) -> dict[str, Tens
                 f"{files.description}: {files.names[key]} has shape {list(found)}, its arguments make it {list(shape)}"
             )
     tensors = {key: TensorInfo(shape, config.params_dtype) for key, shape in wanted.items()}
-    for state in OPTIMIZER_STATES:
+    for state in files.states() if optimizer else ():
         tensors |= {optimizer_key(state, key): TensorInfo(shape, torch.float32) for key, shape in wanted.items()}
     return tensors
 

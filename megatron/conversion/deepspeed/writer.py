@@ -17,7 +17,14 @@ from megatron.conversion.deepspeed.names import STYLES, Style
 from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
 from megatron.conversion.model_space.model import check_parameters, exported_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
-from megatron.conversion.model_space.source import Source, TrainingState, full_precision_key, optimizer_key
+from megatron.conversion.model_space.source import (
+    ADAM,
+    Source,
+    TrainingState,
+    full_precision_key,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree, naming
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,17 +81,19 @@ class _Writer:
         self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
             raise ValueError("Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention")
-        self.has_optimizer = all(optimizer_key("exp_avg", key) in source.tensors for key in self.parameters)
+        self.states = optimizer_states(source.tensors)
+        self.has_optimizer = bool(self.states)
         steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
-        self.step = float(next((step for step in steps if step is not None), 0)) if self.has_optimizer else 0.0
+        taken = source.training.iteration if source.training is not None else 0  # SGD does not count
+        self.step = float(next((step for step in steps if step is not None), taken)) if self.has_optimizer else 0.0
 
     def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
         folder.mkdir()
-        for state, name in STATE_FILES.items():
+        for state in self.states or ADAM:
             tensor = self._value(key, state)
             if self._qkv_map is not None and ".linear_qkv." in key and "layer_norm" not in key:
                 tensor = pack_rows(self._qkv_map, 0, tensor)
-            _save(folder / name, self._marks(key) | {"param": tensor.contiguous()})
+            _save(folder / STATE_FILES[state], self._marks(key) | {"param": tensor.contiguous()})
             progress(tensor.nbytes)
             del tensor  # before the next one is read
         _save(folder / STEP, torch.tensor(self.step))

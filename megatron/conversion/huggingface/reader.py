@@ -14,6 +14,7 @@ from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
+from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.row_maps import unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing.format.input_files import read_json
@@ -94,7 +95,7 @@ class HuggingFaceSource:
         parameter = key.removeprefix(optimizer_key("param", ""))
         if parameter in self._places:
             weight = self._read_parameter(self._places[parameter], offset, shape)
-            if not torch.equal(_bytes(value.to(weight.dtype)), _bytes(weight)):
+            if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the optimizer state in "
                     f"{sidecar.directory} is not this model's: leave it out (--no-optim) or remove it"
@@ -178,7 +179,3 @@ class HuggingFaceSource:
         self.training = sidecar.training
         self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
         self.tensors |= sidecar.tensors
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -18,13 +18,14 @@ from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.schemas import ARGUMENTS, TRAINING_STATE
 from megatron.conversion.model_space.source import (
-    OPTIMIZER_STATES,
+    ADAM,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
     full_precision_key,
     optimizer_key,
+    optimizer_states,
 )
 from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
 from megatron.core.dist_checkpointing.format.schema import file_name, record, sequence
@@ -74,9 +75,10 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
     the exported weights may be rounded.
     """
+    states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
     tensors = {}
     for parameter, shape in parameters.items():
-        for state in OPTIMIZER_STATES:
+        for state in states:
             key = optimizer_key(state, parameter)
             read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:

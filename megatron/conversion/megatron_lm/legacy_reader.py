@@ -25,11 +25,13 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     check_complete,
     check_main_parameters,
     plan_buckets,
+    read_checked,
+    refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
 from megatron.conversion.model_space.schemas import COMMON, scalar
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
@@ -73,9 +75,11 @@ def legacy_faults(directory: Path) -> list[str]:
 
 
 class LegacySource:
-    """One iteration directory. Tensors stay in the files until they are read."""
+    """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
+    over, whatever it is.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
         first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
         first = _open(first_file)
@@ -90,25 +94,24 @@ class LegacySource:
         stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
         self.unused = [f"{name} (the arguments say {_sizes(layout)})" for name in sorted(stale)]
         self._table = PieceTable()
-        sharded = _sharded_optimizer(list(folders.values()))
+        sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for (tp, pp), content in files.items():
             chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
             chunks = self._add_weights(content, chunks, folders[tp, pp])
             if sharded:
                 self._add_buffers(folders[tp, pp] / OPTIMIZER_FILE, chunks, pp)
-            else:
+            elif optimizer:
                 self._add_states(content.get("optimizer") or {}, chunks, folders[tp, pp] / MODEL_FILE)
-        if sharded:
-            check_main_parameters(self._table, self.description)
         add_implied_main_parameters(self._table)
+        check_main_parameters(self._table, self.description)
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_complete(self.tensors, self.description)
-        groups = param_groups(files[0, 0].get("optimizer"))
+        groups = param_groups(files[0, 0].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[0, 0], self.args, groups)
         self.training.rng = _generators(files, layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(key, offset, shape)
+        return read_checked(self._table, key, offset, shape, self.description)
 
     def _add_weights(
         self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
@@ -160,11 +163,13 @@ class LegacySource:
                 raise CheckpointError(
                     f"{path}: {states['numel_unpadded']} elements, but the stored arguments make it {sum(sizes)}"
                 )
-            for state in OPTIMIZER_STATES:
-                if states[state].numel() < sum(sizes):
+            names = [name for name in states if name != "numel_unpadded"]
+            refuse_unknown_optimizer(self.args, names, str(path))
+            for state in names:
+                if _tensor(states[state], f"{path}: {state}").numel() < sum(sizes):
                     raise CheckpointError(f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}")
             for parameter, bucket, start in placed:
-                for state in OPTIMIZER_STATES:
+                for state in names:
                     self._add_flat(
                         optimizer_key(state, parameter.key), parameter, states[state], sum(sizes[:bucket]) + start
                     )
@@ -178,6 +183,8 @@ class LegacySource:
         main = optional(sequence(sequence(_tensor)))(
             optimizer.get("fp32_from_fp16_params"), f"{where}: optimizer: fp32_from_fp16_params"
         )
+        states = inner["state"]
+        refuse_unknown_optimizer(self.args, {name for state in states.values() for name in state}, str(where))
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = float(group.get("wd_mult", 1.0)) > 0.0
@@ -188,8 +195,8 @@ class LegacySource:
                     f"parameters, the model has {len(members)} of that kind"
                 )
             for position, (number, parameter) in enumerate(zip(group["params"], members, strict=True)):
-                for state in ("exp_avg", "exp_avg_sq"):
-                    tensor = inner["state"].get(number, {}).get(state)
+                for state in [name for name in states.get(number, {}) if name != "step"]:
+                    tensor = _tensor(states[number][state], f"{where}: optimizer: state[{number}]: {state}")
                     self._add_tensor(optimizer_key(state, parameter.key), parameter, tensor, where)
                 if main is not None:
                     if index >= len(main) or position >= len(main[index]):
@@ -201,7 +208,7 @@ def _tensor(value: Any, where: str) -> Stored:
     return value if isinstance(value, Stored) else refuse(where, value, "a tensor")
 
 
-_BUFFER = record({"numel_unpadded": COUNT, **{state: _tensor for state in OPTIMIZER_STATES}})
+_BUFFER = record({"numel_unpadded": COUNT, "param": _tensor})
 _NUMBERED = record(
     {
         "state": mapping(mapping(anything), keys=COUNT),

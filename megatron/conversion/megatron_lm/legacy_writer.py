@@ -29,7 +29,7 @@ from megatron.conversion.model_space.rank_layout import (
     rank_parameters,
     with_fused_norms,
 )
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, Source, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
 from megatron.core.tensor_parallel import padded_vocab_size
@@ -162,7 +162,7 @@ class _Contents:
         for index, parameters in enumerate(chunks):
             placed, sizes = plan_buckets(parameters, bucket_size_of(self._args, pp, index, num_parameters))
             states: dict[str, Any] = {}
-            for state in OPTIMIZER_STATES:
+            for state in optimizer_states(self._source.tensors):
                 states[state] = TensorSlot(torch.float32, (sum(sizes),))
                 self.held[states[state]] = [
                     _Held(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
@@ -183,7 +183,8 @@ class _Contents:
             for parameter in parameters:
                 state[len(state)] = {
                     name: self._slot(optimizer_key(name, parameter.key), parameter)
-                    for name in ("exp_avg", "exp_avg_sq")
+                    for name in optimizer_states(self._source.tensors)
+                    if name != "param"
                 }
         inner = {"state": state, "param_groups": groups}
         main_keys = {optimizer_key("param", parameter.key) for parameter in everything}

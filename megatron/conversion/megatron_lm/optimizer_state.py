@@ -7,15 +7,22 @@ as the files have them. (Source: Megatron-LM core 0.12 to 0.20, checked against 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import Piece, PieceTable
+from megatron.conversion.model_space.pieces import PieceTable, bits
 from megatron.conversion.model_space.rank_layout import LocalParameter
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, TensorInfo, optimizer_key
+from megatron.conversion.model_space.source import (
+    ADAM,
+    OPTIMIZER_STATES,
+    SGD,
+    Shape,
+    TensorInfo,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.utils import round_up
 
@@ -92,14 +99,29 @@ def bucket_size_of(args: Mapping[str, Any], pp_rank: int, chunk: int, num_parame
     return args.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * replicas)
 
 
+def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Raises CheckpointError unless the states `names` are those of Adam or SGD.
+
+    Muon keeps a momentum under SGD's name, and means another one: the arguments decide first.
+    """
+    optimizer = args.get("optimizer") or "adam"
+    strange = sorted(set(names) - {*OPTIMIZER_STATES, "fp32_param", "step"})
+    if optimizer not in ("adam", "sgd") or strange:
+        what = f" ({', '.join(strange)})" if strange else ""
+        raise CheckpointError(
+            f"{where}: the optimizer is {optimizer}, whose state{what} is not supported: leave it out (--no-optim of "
+            "convert.py, --no-load-optim of a run)"
+        )
+
+
 def add_implied_main_parameters(table: PieceTable) -> None:
     """An fp32 model without the distributed optimizer stores no main parameters: they are the weights."""
+    states = [state for state in optimizer_states(table.tensors) if state != "param"]
     for key, info in list(table.tensors.items()):
         main = optimizer_key("param", key)
-        has_moments = optimizer_key("exp_avg", key) in table.tensors
-        if has_moments and main not in table.tensors and info.dtype == torch.float32:
-            piece = Piece((0,) * len(info.shape), info.shape, partial(table.read, key))
-            table.add(main, info, piece)
+        has_state = any(optimizer_key(state, key) in table.tensors for state in states)
+        if has_state and main not in table.tensors and info.dtype == torch.float32:
+            table.alias(main, key)
 
 
 def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
@@ -108,9 +130,11 @@ def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
     Raises CheckpointError naming what is missing or of another shape.
     """
     shapes = {key: info.shape for key, info in tensors.items() if not key.startswith("optimizer.")}
-    wanted = {optimizer_key(state, key): shape for key, shape in shapes.items() for state in OPTIMIZER_STATES}
+    found = optimizer_states(tensors)
+    states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
+    wanted = {optimizer_key(state, key): shape for key, shape in shapes.items() for state in states}
     missing = [key for key in wanted if key not in tensors]
-    if missing and len(missing) < len(wanted):
+    if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}")
     for key, shape in wanted.items():
@@ -119,23 +143,36 @@ def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
 
 
 def check_main_parameters(table: PieceTable, where: str) -> None:
-    """The main parameters, rounded, are the weights: a proof that flat buffers were cut where they were joined.
-
-    A buffer does not say which element belongs to which parameter; modules of another kind or other buckets than the
-    arguments tell would give moments of the wrong parameters, and training would go on. So the beginning of every piece
-    is compared. Raises CheckpointError naming the first parameter that differs.
-    """
-    for key, info in table.tensors.items():
+    """A first look at the opening: the beginning and the end of every piece of the main parameters."""
+    for key in [key for key in table.tensors if not key.startswith("optimizer.")]:
         main = optimizer_key("param", key)
-        for piece in table.pieces(main) if main in table.tensors else ():
-            if not piece.shape:
-                continue
-            sample = (1,) * (len(piece.shape) - 1) + (min(_SAMPLE, piece.shape[-1]),)
-            weights = table.read(key, piece.offset, sample)
-            if not torch.equal(piece.read((0,) * len(sample), sample).to(info.dtype), weights):
-                raise CheckpointError(
-                    f"{where}: the main parameter of {key} at {piece.offset} is not the stored weight. The flat "
-                    "optimizer buffers were filled by another order of parameters or another bucket size than the "
-                    "stored arguments tell: convert without the optimizer (--no-optim), or save the run again with "
-                    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
-                )
+        for piece in table.pieces(main) if main in table.tensors and main not in table.aliases else ():
+            if piece.shape:
+                shape = (1,) * (len(piece.shape) - 1) + (min(_SAMPLE, piece.shape[-1]),)
+                end = tuple(o + n - m for o, n, m in zip(piece.offset, piece.shape, shape, strict=True))
+                for offset in sorted({piece.offset, end}):
+                    read_checked(table, main, offset, shape, where)
+
+
+def read_checked(table: PieceTable, key: str, offset: Shape, shape: Shape, where: str) -> torch.Tensor:
+    """The box of `key`; main parameters, rounded, must be the weights, to the bit.
+
+    That proves that flat buffers were cut where they were joined, and that the files mean what they say: a buffer does
+    not tell which element belongs to which parameter, and Megatron-core up to 0.19.2 shifts the parameters of
+    fully_reshardable state behind a padded bucket. Training would go on with the moments of other parameters.
+    Raises CheckpointError naming the parameter, the reason and the way out.
+    """
+    value = table.read(key, offset, shape)
+    parameter = key.removeprefix(optimizer_key("param", ""))
+    if parameter == key or key in table.aliases or parameter not in table.tensors:
+        return value
+    weight = table.read(parameter, offset, shape)
+    if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
+        raise CheckpointError(
+            f"{where}: the main parameter of {parameter} at {offset} is not the stored weight, so the optimizer state "
+            "is that of other parameters. Either Megatron-core wrote it wrongly (its fully_reshardable form, up to "
+            "0.19.2, where buckets end in padding), or flat buffers were filled by other arguments than the stored "
+            "ones. Take the weights alone (--no-optim of convert.py, --no-load-optim of a run), or another save of "
+            "that run (--ckpt-format torch, or torch_dist without --dist-ckpt-optim-fully-reshardable)"
+        )
+    return value

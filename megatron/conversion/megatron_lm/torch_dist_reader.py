@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from megatron.conversion.megatron_lm.args import (
     stored_model,
     training_state,
 )
+from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
     check_main_parameters,
     fit_buckets,
+    read_checked,
+    refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
@@ -43,9 +46,9 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
-_STATE = re.compile(r"optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
@@ -63,33 +66,40 @@ def torch_dist_faults(directory: Path) -> list[str]:
 
 class TorchDistSource:
     """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of Megatron-LM's forms:
-    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
+    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed. Without
+    `optimizer` its state is passed over, whatever it is.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory)
         stored = self._reader.metadata
         common = load_common(directory)
         if not common and COMMON_STATE in stored.objects:
             common = self._reader.read_object(COMMON_STATE)
+        if "args" not in common and is_bridge(directory):
+            common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []
         self._table = PieceTable()
         self._num_layers = int(self.args["num_layers"])
+        buckets = {_bucket_of(key): key for key in stored.tensors if _BUCKET.fullmatch(key)} if optimizer else {}
+        if optimizer:
+            refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
         for key in stored.tensors:
-            if not _BUCKET.fullmatch(key):
+            if not (key.startswith("optimizer.") if not optimizer else _BUCKET.fullmatch(key)):
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
             raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT that we know")
         rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
         self.args["model_vocab_size"] = rows
         self.config = stored_model(self.args, rows, self.description)
-        groups = param_groups(common.get("optimizer"))
-        if any(_BUCKET.fullmatch(key) for key in stored.tensors):
-            self._add_buckets()
+        groups = param_groups(common.get("optimizer")) if optimizer else None
+        if buckets:
+            self._add_buckets(buckets)
             groups = groups or self._groups_of_buckets()
         add_implied_main_parameters(self._table)
+        check_main_parameters(self._table, self.description)
         self.training: TrainingState | None = training_state(common, self.args, groups)
         rng = [key for key in stored.objects if key.startswith("rng_state/")]
         self.training.rng = {key: self._object_reader(key) for key in rng}
@@ -97,7 +107,7 @@ class TorchDistSource:
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(key, offset, shape)
+        return read_checked(self._table, key, offset, shape, self.description)
 
     def _object_reader(self, key: str) -> Callable[[], Any]:
         return lambda: self._reader.read_object(key)
@@ -143,22 +153,21 @@ class TorchDistSource:
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
             self._table.add(target, TensorInfo(shape, stored.dtype), Piece(offset, extent, region))
 
-    def _add_buckets(self) -> None:
+    def _add_buckets(self, buckets: dict[tuple[int, int, int, str], str]) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
-        buckets = {_bucket_of(key): key for key in self._reader.metadata.tensors if _BUCKET.fullmatch(key)}
         layout = Layout.from_args(self.args)
+        states = sorted({state for *_, state in buckets})
         for group, (tp, pp) in enumerate(layout.ranks):
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
                 if has_fused_norms(self.args):
                     parameters = with_fused_norms(parameters)
                 where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-                for state in OPTIMIZER_STATES:
+                for state in states:
                     keys: list[str] = []
                     while (group, chunk, len(keys), state) in buckets:
                         keys.append(buckets.pop((group, chunk, len(keys), state)))
                     self._add_buffer(state, keys, parameters, where)
         self.unused += sorted(buckets.values())
-        check_main_parameters(self._table, self.description)
 
     def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
         """One state of one chunk: `keys` are its buckets."""
@@ -197,6 +206,17 @@ def _bucket_of(key: str) -> tuple[int, int, int, str]:
     match = _BUCKET.fullmatch(key)
     assert match is not None
     return int(match[1]), int(match[2]), int(match[3]), match[4]
+
+
+def _states(keys: Iterable[str]) -> set[str]:
+    """Names of the optimizer states among stored keys."""
+    found: set[str] = set()
+    for key in keys:
+        if match := _BUCKET.fullmatch(key):
+            found.add(match[4])
+        elif match := _STATE.fullmatch(key):
+            found.add(match[1])
+    return found
 
 
 def _is_known_object(key: str) -> bool:

@@ -33,6 +33,7 @@ class PieceTable:
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
+        self.aliases: set[str] = set()  # keys that name the elements of another
         self._pieces: dict[str, dict[tuple[Shape, Shape], Piece]] = {}
 
     def add(self, key: str, info: TensorInfo, piece: Piece) -> None:
@@ -41,6 +42,11 @@ class PieceTable:
         if known != info:
             raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
         self._pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
+
+    def alias(self, key: str, of: str) -> None:
+        """`key` is the tensor `of` by another name."""
+        self.tensors[key], self._pieces[key] = self.tensors[of], self._pieces[of]
+        self.aliases.add(key)
 
     def pieces(self, key: str) -> list[Piece]:
         return list(self._pieces[key].values())
@@ -70,6 +76,11 @@ def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dty
             f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
         )
     return torch.empty(shape, dtype=dtype) if whole is None else whole
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: equal where NaNs are the same NaNs, and zeros have the same sign."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:

@@ -8,7 +8,7 @@ one key per layer with its global number, TP-independent shapes, optimizer state
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,12 +18,20 @@ from megatron.conversion.model_space.schemas import TRAINING_STATE
 
 Shape = tuple[int, ...]
 
-OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
+ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
+SGD = ("param", "momentum_buffer")
+OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
 
 
 def optimizer_key(state: str, parameter: str) -> str:
     assert state in OPTIMIZER_STATES, state
     return f"optimizer.state.{state}.{parameter}"
+
+
+def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
+    """The states that the optimizer of these keys keeps of a parameter; () where there is no optimizer."""
+    found = {key.split(".", 3)[2] for key in keys if key.startswith("optimizer.state.")}
+    return tuple(state for state in OPTIMIZER_STATES if state in found)
 
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:

@@ -27,6 +27,11 @@ class ParamGroup:
     embedding: bool
     """The word embedding and the output layer, which may have a learning rate of their own."""
 
+    @property
+    def is_matrix(self) -> bool:
+        """The weights of hidden layers."""
+        return self.weight_decay and not self.embedding
+
 
 @dataclass(frozen=True)
 class ParamSpec:

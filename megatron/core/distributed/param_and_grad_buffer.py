@@ -90,6 +90,14 @@ class Bucket:
             self.param_data, self.param_shard, group=self._dp.group, async_op=True
         )
 
+    def gather(self, shard_data: torch.Tensor) -> torch.Tensor:
+        """`shard_data` of every rank, in the order of the bucket."""
+        if not self._sharded:
+            return shard_data
+        whole = shard_data.new_empty(self.plan.numel)
+        all_gather_into_tensor(whole, shard_data, group=self._dp.group)
+        return whole
+
     def finish_param_gather(self) -> None:
         if self._param_work is not None:
             self._param_work.wait()

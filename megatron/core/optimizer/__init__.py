@@ -1,6 +1,7 @@
 """Mixed-precision optimizer over flat shards, gradient clipping, loss scaling, and schedules."""
 
 from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
+from megatron.core.optimizer.flat_shard import state_names
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
 
@@ -12,4 +13,5 @@ __all__ = [
     "SchedulerConfig",
     "StepResult",
     "make_schedule",
+    "state_names",
 ]

@@ -12,8 +12,9 @@ from megatron.core.utils import flag, raise_problems
 class OptimizerConfig:
     """The update rule, clipping, and loss scaling."""
 
-    optimizer: str = flag("adam", choices=("adam", "sgd"))
-    """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the gradient."""
+    optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon"))
+    """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the gradient, muon
+    orthogonalizes the updates of matrices and leaves the rest to adam, ademamix is adam with a second, slower mean."""
     lr: float | None = flag(None)
     """Highest learning rate of the schedule."""
     min_lr: float = flag(0.0)
@@ -38,6 +39,30 @@ class OptimizerConfig:
     """Added to the denominator of Adam."""
     sgd_momentum: float = flag(0.9)
     """Momentum of SGD."""
+    ademamix_beta3: float | None = flag(None)
+    """Decay of AdEMAMix's slow running mean of the gradient."""
+    ademamix_alpha: float | None = flag(None)
+    """Weight of the slow mean."""
+    ademamix_beta3_warmup: int | None = flag(None)
+    """Iterations over which the decay of the slow mean rises to --ademamix-beta3."""
+    ademamix_alpha_warmup: int | None = flag(None)
+    """Iterations over which the weight of the slow mean rises to --ademamix-alpha."""
+    muon_momentum: float = flag(0.9)
+    """Decay of Muon's running mean of the gradient."""
+    muon_nesterov: bool = flag(False, "--muon-nesterov", "--muon-use-nesterov")
+    """Orthogonalize the mean as it will be after the next gradient."""
+    muon_split_qkv: bool = flag(True, "--muon-no-split-qkv")
+    """Queries, keys and values are one matrix for Muon, not three."""
+    muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
+    """How Muon scales the update of a matrix of r rows and c columns: sqrt of max(r, c), of r / c, of max(1, r / c)."""
+    muon_extra_scale_factor: float = flag(1.0)
+    """Further factor of the update; 0.2 gives it about the size of Adam's."""
+    muon_num_ns_steps: int = flag(5)
+    """Newton-Schulz iterations of an orthogonalization."""
+    muon_coefficient_type: str = flag("quintic", choices=("simple", "quintic"))
+    """Coefficients of these iterations."""
+    muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
+    """Precision of their fp32 matrix products on a GPU, as torch.set_float32_matmul_precision has it."""
     clip_grad: float = flag(1.0)
     """Global norm to which larger gradients are scaled down; 0 turns clipping off."""
     loss_scale: float | None = flag(None)
@@ -67,6 +92,22 @@ class OptimizerConfig:
             )
         if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
             yield f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} must be in [0, 1)"
+        if not 0 <= self.muon_momentum < 1:
+            yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
+        if self.muon_num_ns_steps < 1:
+            yield f"--muon-num-ns-steps {self.muon_num_ns_steps} must be positive"
+        if self.optimizer == "ademamix":
+            yield from self._ademamix_problems()
+
+    def _ademamix_problems(self) -> Iterator[str]:
+        beta3, alpha = self.ademamix_beta3, self.ademamix_alpha
+        if beta3 is None or alpha is None:
+            yield "--optimizer ademamix needs --ademamix-beta3 (as 0.9999) and --ademamix-alpha (as 5)"
+        elif not 0 < self.adam_beta1 <= beta3 < 1 or alpha < 0:
+            yield (
+                f"--ademamix-beta3 {beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both above 0 (it is "
+                f"the decay of the slower mean), and --ademamix-alpha {alpha} must not be negative"
+            )
 
     def _check_loss_scale(self) -> Iterator[str]:
         if self.loss_scale is not None and self.loss_scale <= 0:

@@ -1,15 +1,20 @@
-"""What a rank's optimizer works on: flat fp32 tensors, one set per bucket, under torch's fused update rules."""
+"""What a rank's optimizer works on: flat fp32 tensors, one set per bucket, under one update rule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.optimizer.ademamix import AdEMAMix
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.muon import MatrixLayout, Muon
+from megatron.core.parallel_state import Axis
 
 
 @dataclass(frozen=True)
@@ -33,49 +38,73 @@ class FlatShard:
         return self.param is self.bucket.param_shard
 
 
+def state_names(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+    """The tensors that the update rule keeps of a parameter of `group`, by their names in checkpoints."""
+    if config.optimizer == "sgd":
+        return ("momentum_buffer",) if config.sgd_momentum else ()
+    if config.optimizer == "ademamix":
+        return "exp_avg", "exp_avg_slow", "exp_avg_sq"
+    if config.optimizer == "muon" and group.is_matrix:
+        return ("momentum_buffer",)
+    return "exp_avg", "exp_avg_sq"
+
+
 def make_shard(bucket: Bucket, config: OptimizerConfig) -> FlatShard:
     """Allocates the main parameters (not filled yet, unless the model is fp32) and zero state."""
-    names = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",) if config.sgd_momentum else ()}
+    names = state_names(config, bucket.plan.group)
     model = bucket.param_shard
     param = model if model.dtype == torch.float32 else torch.empty_like(model, dtype=torch.float32)
     param.grad = bucket.grad_shard
-    return FlatShard(bucket, param, {name: torch.zeros_like(param) for name in names[config.optimizer]})
+    return FlatShard(bucket, param, {name: torch.zeros_like(param) for name in names})
 
 
-def make_torch_optimizer(shards: Sequence[FlatShard], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD over the flat tensors, with its state allocated.
+def make_update_rule(
+    shards: Sequence[FlatShard], config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout], tp: Axis
+) -> torch.optim.Optimizer | Muon:
+    """torch's AdamW or SGD, AdEMAMix or Muon over the flat tensors, with its state allocated.
 
-    Every rank has the same groups, be they empty, so that a checkpoint's `param_groups` fit any rank.
+    `layouts` says how the matrices of the model are split, for Muon. Every rank has the same groups, be they empty, so
+    that a checkpoint's `param_groups` fit any rank.
     """
     if config.lr is None:
         raise ValueError("--lr must be given")
+    rule: torch.optim.Optimizer | Muon
     groups = _make_groups(shards, config)
-    if config.optimizer == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
-        for shard in shards:
-            sgd.state[shard.param] = dict(shard.state)
-        return sgd
     betas = (config.adam_beta1, config.adam_beta2)
-    adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+    if config.optimizer == "sgd":
+        rule = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
+    elif config.optimizer == "ademamix":
+        assert config.ademamix_beta3 is not None and config.ademamix_alpha is not None
+        warmups = config.ademamix_beta3_warmup, config.ademamix_alpha_warmup
+        all_betas = (*betas, config.ademamix_beta3)
+        rule = AdEMAMix(groups, config.lr, all_betas, config.adam_eps, config.ademamix_alpha, *warmups)
+    elif config.optimizer == "muon":
+        rule = Muon(groups, {shard.param: shard.bucket for shard in shards}, config, layouts, tp)
+    else:
+        rule = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
     for shard in shards:
-        step = torch.zeros((), dtype=torch.float32, device=shard.param.device)
-        adam.state[shard.param] = {"step": step, **shard.state}
-    return adam
+        state = dict(shard.state)
+        if "exp_avg" in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.param.device)
+        rule.state[shard.param] = state
+    return rule
 
 
 def _make_groups(shards: Sequence[FlatShard], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameters with weight decay, those without, and with --decoupled-lr embedding and output layer."""
+    """Parameters with weight decay, those without, with --decoupled-lr embedding and output layer, Muon's matrices."""
     assert config.lr is not None
-    kinds = [(1.0, False), (0.0, False)]  # (wd_mult, is_decoupled_lr)
+    kinds = [(1.0, False, False), (0.0, False, False)]  # (wd_mult, is_decoupled_lr, use_muon)
     if config.decoupled_lr is not None:
-        kinds.append((1.0, True))
-    params: dict[tuple[float, bool], list[torch.Tensor]] = {kind: [] for kind in kinds}
+        kinds.append((1.0, True, False))
+    if config.optimizer == "muon":
+        kinds.append((1.0, False, True))
+    params: dict[tuple[float, bool, bool], list[torch.Tensor]] = {kind: [] for kind in kinds}
     for shard in shards:
         group = shard.bucket.plan.group
-        wd_mult, is_decoupled_lr = float(group.weight_decay), group.embedding and config.decoupled_lr is not None
-        params[wd_mult, is_decoupled_lr].append(shard.param)
+        is_decoupled_lr, use_muon = group.embedding and config.decoupled_lr is not None, config.optimizer == "muon"
+        params[float(group.weight_decay), is_decoupled_lr, use_muon and group.is_matrix].append(shard.param)
     groups = []
-    for (wd_mult, is_decoupled_lr), tensors in params.items():
+    for (wd_mult, is_decoupled_lr, use_muon), tensors in params.items():
         ends = (config.lr, config.min_lr)
         if is_decoupled_lr:
             ends = (config.decoupled_lr or 0.0, config.decoupled_min_lr or 0.0)
@@ -90,5 +119,6 @@ def _make_groups(shards: Sequence[FlatShard], config: OptimizerConfig) -> list[d
                 "lr": ends[0],
                 "weight_decay": config.weight_decay_range[0] * wd_mult,
             }
+            | ({"use_muon": True, "momentum": config.muon_momentum} if use_muon else {})
         )
     return groups

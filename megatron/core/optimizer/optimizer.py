@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.module import ParamInfo
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.flat_shard import make_shard, make_torch_optimizer
+from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
 from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.muon import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class StepResult:
 
 
 class MegatronOptimizer:
-    """AdamW or SGD on the fp32 main parameters of this rank's shards, for any precision, sharded or not.
+    """An update rule on the fp32 main parameters of this rank's shards, for any precision, sharded or not.
 
     The shard axis is that of `chunks`: the data-parallel one with the distributed optimizer, else one of size 1. A step
     with a gradient that is not finite changes nothing, in any precision. Norm, clipping and that decision stay on the
@@ -60,7 +62,11 @@ class MegatronOptimizer:
         self.device = self.shards[0].param.device
         fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
         self.grad_scaler = make_grad_scaler(config, fp16)
-        self._optimizer = make_torch_optimizer(self.shards, config)
+        layouts: dict[nn.Parameter, MatrixLayout] = {}
+        if config.optimizer == "muon":
+            for chunk in chunks:
+                layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv)
+        self._optimizer = make_update_rule(self.shards, config, layouts, ps.tp)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps.tp)
         self._copy_from_model()
@@ -89,8 +95,8 @@ class MegatronOptimizer:
         skipped = ~torch.isfinite(norm)
         # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing with found_inf
         grad_scale = divisor / clip_coefficient(norm, self.config.clip_grad)
-        self._optimizer.grad_scale = grad_scale.float()  # type: ignore[attr-defined]
-        self._optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
+        self._optimizer.grad_scale = grad_scale.float()  # type: ignore[union-attr]
+        self._optimizer.found_inf = skipped.float()  # type: ignore[union-attr]
         self._optimizer.step()
         # Phase 3: the model
         self._copy_to_model()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.module import MegatronModule, Normal
+from megatron.core.module import MegatronModule, Normal, param_info, set_param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, checkpoint
 from megatron.core.transformer.attention_mask import AttentionMask
@@ -58,6 +60,8 @@ class SelfAttention(MegatronModule):
             dtype=dtype,
             device=device,
         )
+        weight, blocks = self.linear_qkv.weight, (projection // config.query_groups, head_dim, head_dim)
+        set_param_info(weight, replace(param_info(weight), row_blocks=blocks))
         # Each rank normalizes its own heads, so these gradients are partial sums even without sequence parallelism.
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)

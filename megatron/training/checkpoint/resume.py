@@ -50,7 +50,9 @@ def find_start(config: CheckpointConfig) -> Start | None:
     own = found.format == "torch_dist" and load_common(found.directory).get("content_metadata", {})
     if own and own.get("non_homogeneous_layers"):
         return Start(found.directory, weights_only, None)
-    return Start(found.directory, weights_only, open_found(found, Hints(optimizer=not weights_only)))
+    return Start(
+        found.directory, weights_only, open_found(found, Hints(optimizer=not (weights_only or config.no_load_optim)))
+    )
 
 
 def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:

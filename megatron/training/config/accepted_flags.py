@@ -26,7 +26,7 @@ _REASONS = {
         --no-gradient-accumulation-fusion --disable-jit-fuser --use-te-activation-func --fused-residual-rmsnorm
         --use-transformer-engine-op-fuser --use-fused-weighted-squared-relu --use-grouped-gemm-for-dense-mlp
         --cuda-graph-impl --cuda-graph-scope --cuda-graph-modules --cuda-graph-warmup-steps --enable-cuda-graph
-        --external-cuda-graph --optimizer-cuda-graph --no-clone-scatter-output-in-embedding""",
+        --external-cuda-graph --optimizer-cuda-graph --no-clone-scatter-output-in-embedding --muon-use-syrk""",
     "there is one implementation of the model": "--use-mcore-models --use-legacy-models",
     "it opens other flags, each of which is judged by itself": "--enable-experimental",
     "it changes what Megatron-LM's own tests look at": "--test-mode",
@@ -110,6 +110,8 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
 } | {
     "--transformer-impl": Accepted("the local layers compute the same", ("local", "transformer_engine")),
     "--optimizer-impl": Accepted("apex is not used: torch has fused Adam kernels", ("torch",)),
+    "--muon-tp-mode": Accepted("Muon's matrices are whole over TP", ("duplicated", "distributed")),
+    "--muon-scalar-optimizer": Accepted("AdamW updates what is no matrix", ("adam",)),
     "--dist-ckpt-format": Accepted("--ckpt-format says it", ("torch_dist",)),
     "--rope-type": Accepted("--position-embedding-type says it", ("rope",)),
     "--rotary-seq-len-interpolation-factor": Accepted("a factor of 1 stretches nothing", ("1",)),
@@ -149,6 +151,7 @@ OTHER_NAMES: dict[str, OtherName] = {
 
 # Field -> values of older releases and of forks, and what they are called today.
 OLD_VALUES: dict[str, dict[str, str]] = {
+    "optimizer": {"dist_muon": "muon"},
     "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
     "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
 }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import ADAM, SGD, Shape, TensorInfo, TrainingState, optimizer_key
 
 
 @dataclass
@@ -60,7 +60,8 @@ def random_source(args: dict[str, Any], vocab_size: int = 67, optimizer: bool = 
         values[key] = main.to(config.params_dtype)
         if optimizer:
             states = (main, torch.randn(shape, generator=generator), torch.rand(shape, generator=generator))
-            values |= {optimizer_key(state, key): v for state, v in zip(OPTIMIZER_STATES, states, strict=True)}
+            names = SGD if args.get("optimizer") == "sgd" else ADAM
+            values |= {optimizer_key(state, key): v for state, v in zip(names, states, strict=False)}
     return MemorySource(dict(args), values, training_state() if optimizer else None)
 
 

@@ -192,15 +192,17 @@ COMPOSED = {f"lr_{what}_{unit}" for what in ("decay", "warmup", "wsd_decay") for
 
 
 def is_read(part: str, section: str, name: str) -> bool:
-    """Whether a field is read off its part of `Config`: `checkpoint.save`, or `config.save` where the class is named.
+    """Whether a field is read off its part of `Config`: `checkpoint.save`, or `config.save` where the part is named.
 
     A method of that name, or an attribute of anything else, does not count.
     """
     anywhere = re.compile(rf"\b{part}\.{name}\b(?!\()")
     with_class = re.compile(rf"\b(?:config|_config|self|c|stages)\.{name}\b(?!\()")
+    named = re.compile(rf"\b{section}\b|\.{part}\b")
     given = re.compile(rf'given\.get\("{name}"')
     return any(
-        anywhere.search(text) or given.search(text) or (section in text and with_class.search(text)) for text in SOURCES
+        anywhere.search(text) or given.search(text) or (named.search(text) and with_class.search(text))
+        for text in SOURCES
     )
 
 

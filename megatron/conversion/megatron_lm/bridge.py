@@ -1,0 +1,139 @@
+"""Megatron-Bridge's checkpoints: torch_dist, with `run_config.yaml` and `train_state.pt` in place of the arguments.
+
+Bridge builds its model from a configuration of Megatron-core, so most names of the `model:` section are arguments of
+Megatron-LM; a few differ. (Source: Megatron-Bridge 0.6.2, checked against a file of it.)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megatron.conversion.model_space.model import plain_args
+from megatron.conversion.model_space.schemas import scalar
+from megatron.core.dist_checkpointing import CheckpointError, safe_load
+from megatron.core.dist_checkpointing.format.input_files import read_regular
+from megatron.core.dist_checkpointing.format.schema import mapping
+
+RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
+
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+# Settings without a counterpart among the arguments -> the only values that are our model.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "softmax_scale": (None,),
+    "use_mup": (False, None),
+    "heterogeneous_block_specs": (False, None),
+    "rotary_scaling_factor": (None, 1.0),
+    "fp32_residual_connection": (False, None),
+}
+_ACTIVATIONS = {  # function, gated -> arguments; Megatron-core's fused GELU is the tanh approximation
+    ("torch.nn.functional.silu", True): {"swiglu": True},
+    ("torch.nn.functional.gelu", False): {"swiglu": False},
+}
+_TRAINING = (
+    "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
+    "sgd_momentum", "clip_grad", "global_batch_size", "micro_batch_size", "train_iters", "seed", "overlap_grad_reduce",
+    "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
+)  # fmt: skip
+
+_TRAIN_STATE = mapping(scalar)
+
+
+def is_bridge(directory: Path) -> bool:
+    return (directory / RUN_CONFIG).is_file()
+
+
+def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """`common` with the arguments and counters that Megatron-LM would have put there.
+
+    Raises CheckpointError for files that are damaged or of another kind, ValueError for a model that we do not have.
+    """
+    path = directory / RUN_CONFIG
+    try:
+        config = yaml.safe_load(read_regular(path).decode("utf-8"))
+        model = dict(config["model"])
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not the configuration of a model ({error}): it is damaged") from error
+    counters = _counters(directory / TRAIN_STATE)
+    args = _arguments(model, str(path)) | _training_arguments(config, directory)
+    args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
+    args["consumed_valid_samples"] = counters.get("consumed_valid_samples", 0)
+    return {
+        **common,
+        "args": argparse.Namespace(**args),
+        "iteration": counters.get("step", common.get("iteration", 0)),
+        "num_floating_point_operations_so_far": counters.get("floating_point_operations_so_far", 0.0),
+    }
+
+
+def _counters(path: Path) -> dict[str, Any]:
+    """Numbers of steps and samples: scalars, each a tensor of its own."""
+    if not path.is_file():
+        return {}
+    stored = _TRAIN_STATE(safe_load(path), str(path))
+    return {name: value.item() for name, value in stored.items() if isinstance(value, torch.Tensor)}
+
+
+def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+    wrong = [f"{name}: {model[name]}" for name, known in _REQUIRED.items() if model.get(name) not in known]
+    if wrong:
+        raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
+    # Of nested values the window alone counts: aliases of YAML could make others endless.
+    flat = {name: value for name, value in model.items() if name == "window_size" or not isinstance(value, dict | list)}
+    args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
+    heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
+    spec = _target(model.get("transformer_layer_spec"))
+    return args | {
+        **_activation(model, where),
+        "group_query_attention": groups is not None and groups != heads,
+        "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
+        "max_position_embeddings": model.get("seq_length"),
+        "params_dtype": _dtype(model, where),
+        "transformer_impl": "local" if "local" in spec else "transformer_engine",
+    }
+
+
+def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function, gated = _target(model.get("activation_func")), bool(model.get("gated_linear_unit"))
+    if (function, gated) not in _ACTIVATIONS:
+        kind = "gated " if gated else ""
+        raise ValueError(f"{where} is of a model that is not supported here: its activation is {kind}{function}")
+    approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get("approximate")
+    return _ACTIVATIONS[function, gated] | {
+        "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
+        "openai_gelu": approximate == "tanh",
+    }
+
+
+def _dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
+    name = _target(model.get("params_dtype")).removeprefix("torch.")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ValueError(f"{where}: weights of {name or 'an unknown type'} are not supported: only {', '.join(known)}")
+    return known[name]
+
+
+def _training_arguments(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """What of the other sections has a name among the arguments; the tokenizer is the one beside the weights."""
+    sections = [config.get(name) for name in ("rng", "tokenizer", "train", "ddp", "optimizer")]
+    known = {name: value for section in sections if isinstance(section, Mapping) for name, value in section.items()}
+    args = plain_args({name: known[name] for name in _TRAINING if name in known})
+    if args.get("tokenizer_type") == "HuggingFaceTokenizer" and (directory / _TOKENIZER).is_dir():
+        args["tokenizer_model"] = str(directory / _TOKENIZER)
+    return args
+
+
+def _target(value: Any) -> str:
+    """The object that a value of the configuration stands for."""
+    return str(value.get("_target_", "")) if isinstance(value, Mapping) else str(value or "")

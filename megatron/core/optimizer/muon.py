@@ -1,0 +1,187 @@
+"""Muon: momentum of matrices is orthogonalized before it is applied; the result does not depend on the layout.
+
+Jordan et al. 2024 ("Muon: An optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025
+("Muon is Scalable for LLM Training"). Matrices are all weights with weight decay but the word embedding and the output
+layer; AdamW updates the others. Momentum is one more flat tensor of a shard, so it is sharded, saved and resharded like
+Adam's moments. Orthogonalization needs whole matrices: the momentum of a bucket is gathered over data parallelism, and
+every matrix in a rank's shard over tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.module import param_info
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.utils import all_gather_into_tensor
+
+# (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x; where there are several, one for each step in turn.
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: int = 5) -> Tensor:
+    """A matrix with the singular vectors of `matrix` `[rows, columns]` and singular values near 1 (Newton-Schulz)."""
+    coefficients = COEFFICIENTS[coefficient_type]
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for step in range(num_steps):
+        a, b, c = coefficients[step % len(coefficients)]
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def scale_factor(rows: int, columns: int, mode: str) -> float:
+    """By what the orthogonalized update of a `rows` x `columns` matrix is multiplied."""
+    if mode == "spectral":
+        return float(max(rows, columns)) ** 0.5
+    if mode == "unit_rms_norm":
+        return (rows / columns) ** 0.5
+    assert mode == "shape_scaling", mode
+    return max(1.0, rows / columns) ** 0.5
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """How a rank's part of a parameter lies in the whole one."""
+
+    split_dim: int | None
+    """The dimension that is split over TP."""
+    row_blocks: tuple[int, ...] = ()
+    """Rows repeat in blocks of these sizes; the first of all blocks are a matrix of their own, and so on (Q, K, V)."""
+
+
+def matrix_layouts(model_state: ShardedStateDict, split_qkv: bool) -> dict[nn.Parameter, MatrixLayout]:
+    """The layouts of all matrices of a rank, from the layers' own definition of their sharding."""
+    layouts = {}
+    for entry in model_state.values():
+        if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
+            continue
+        local, whole = tuple(entry.local.shape), entry.global_shape
+        if len(whole) == 2:
+            split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
+            layouts[entry.local] = MatrixLayout(split, param_info(entry.local).row_blocks if split_qkv else ())
+    return layouts
+
+
+class Muon:
+    """Muon for the groups with `use_muon` and AdamW for the others, with the interface of a torch optimizer.
+
+    Like torch's fused optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+    Collective over the shard and the tensor-parallel axis.
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        buckets: Mapping[Tensor, Bucket],
+        config: OptimizerConfig,
+        layouts: Mapping[nn.Parameter, MatrixLayout],
+        tp: Axis,
+    ) -> None:
+        """`buckets`: that of every flat tensor."""
+        assert config.lr is not None
+        betas = (config.adam_beta1, config.adam_beta2)
+        others = [group for group in groups if not group.get("use_muon")]
+        self._adamw = torch.optim.AdamW(others, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        self.state = self._adamw.state
+        self._matrices = [group for group in groups if group.get("use_muon")]
+        self.param_groups = [*self._adamw.param_groups, *self._matrices]
+        self._buckets = buckets
+        self._config = config
+        self._layouts = layouts
+        self._tp = tp
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+        self._adamw.step()
+        keep = 1.0 - self.found_inf
+        for group in self._matrices:
+            for param in group["params"]:
+                momentum = self._momentum(param, group["momentum"], keep)
+                update = self._orthogonalized(self._buckets[param], momentum)
+                param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
+                param.sub_(update.mul_(group["lr"] * keep))
+
+    def _momentum(self, param: Tensor, momentum: float, keep: Tensor) -> Tensor:
+        """The running mean of the gradient, a step later; with Nesterov's look ahead."""
+        assert param.grad is not None
+        buffer = self.state[param]["momentum_buffer"]
+        gradient = (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
+        buffer.lerp_(gradient, (1.0 - momentum) * keep)
+        return gradient.lerp_(buffer, momentum) if self._config.muon_nesterov else buffer
+
+    def _orthogonalized(self, bucket: Bucket, update: Tensor) -> Tensor:
+        """`update`, this rank's shard of a bucket, with every matrix in it replaced."""
+        whole = bucket.gather(update)
+        result = torch.zeros_like(update)
+        for piece in bucket.pieces():
+            start = bucket.shard_start + piece.start - piece.param_start
+            matrix = whole[start : start + piece.param.numel()].view(piece.param.shape)
+            flat = self._whole_matrices(matrix, self._layouts[piece.param]).reshape(-1)
+            result[piece.start : piece.stop] = flat[piece.param_start : piece.param_start + piece.stop - piece.start]
+        return result
+
+    def _whole_matrices(self, local: Tensor, layout: MatrixLayout) -> Tensor:
+        """This rank's part of the orthogonalized matrix, or matrices, that `local` is a part of."""
+        if not layout.row_blocks:
+            return self._whole_matrix(local, layout.split_dim)
+        columns = local.shape[1]
+        blocks = local.view(-1, sum(layout.row_blocks), columns).split(layout.row_blocks, dim=1)
+        parts = [self._whole_matrix(block.reshape(-1, columns), layout.split_dim) for block in blocks]
+        whole = torch.cat([part.view(block.shape) for part, block in zip(parts, blocks, strict=True)], dim=1)
+        return whole.view(local.shape)
+
+    def _whole_matrix(self, local: Tensor, split_dim: int | None) -> Tensor:
+        config = self._config
+        matrix = local if split_dim is None else _gather(local, split_dim, self._tp)
+        with _matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
+            result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
+        rows, columns = matrix.shape
+        result = result * (config.muon_extra_scale_factor * scale_factor(rows, columns, config.muon_scale_mode))
+        if split_dim is None:
+            return result
+        return result.narrow(split_dim, self._tp.rank * local.shape[split_dim], local.shape[split_dim])
+
+
+def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:
+    parts = local.new_empty(tp.size * local.numel())
+    all_gather_into_tensor(parts, local.reshape(-1), group=tp.group)
+    return torch.cat(list(parts.view(tp.size, *local.shape)), dim=dim)
+
+
+@contextmanager
+def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Of fp32 products on a GPU; a CPU computes them in fp32."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,78 @@
+"""Main parameters that are not the weights: refused with the reason, at the opening or while reading."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from memory_source import LLAMA_ARGS, MemorySource, random_source
+
+from megatron.conversion.convert import Options, convert
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import Source, read_whole
+from megatron.conversion.open_checkpoint import Hints, open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError, write_tracker
+from megatron.training.checkpoint.resume import find_start
+from megatron.training.config.options import CheckpointConfig
+
+KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32
+
+
+def defective(rows: slice) -> MemorySource:
+    """As Megatron-core leaves it behind a padded bucket: weights right, these rows of a main parameter shifted."""
+    source = random_source(LLAMA_ARGS | {"bf16": True, "use_distributed_optimizer": True})
+    main = source.values[f"optimizer.state.param.{KEY}"]
+    main[rows] = main[rows].roll(64)
+    return source
+
+
+def write(source: Source, form: str, directory: Path) -> None:
+    if form == "torch_dist":
+        write_torch_dist(source, directory)
+    else:
+        write_legacy(source, directory, Layout.of(2, 2, 1))
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+def test_a_shift_of_the_whole_tensor_is_seen_at_the_opening(tmp_path: Path, form: str) -> None:
+    write(defective(slice(None)), form, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"):
+        open_checkpoint(tmp_path / "run")
+
+
+def test_a_run_refuses_it_and_takes_the_weights_alone(tmp_path: Path) -> None:
+    write_legacy(defective(slice(None)), tmp_path / "iter_0000007", Layout.of(2, 2, 1))
+    write_tracker(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
+        find_start(CheckpointConfig(load=str(tmp_path)))
+    start = find_start(CheckpointConfig(load=str(tmp_path), no_load_optim=True))
+    assert start is not None and start.source is not None and KEY in start.source.tensors
+    assert not any(key.startswith("optimizer.") for key in start.source.tensors)
+
+
+@pytest.mark.parametrize("saver", ["torch_dist", "legacy", "hf", "universal"])
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+def test_a_shift_in_the_middle_is_seen_while_reading(tmp_path: Path, form: str, saver: str) -> None:
+    write(defective(slice(20, 24)), form, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"--no-optim .* another save of that run \(--ckpt-format torch"):
+        convert(tmp_path / "run", tmp_path / "out", saver)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
+    source = defective(slice(20, 24))
+    write_torch_dist(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False))
+    result = open_checkpoint(tmp_path / "hf")
+    assert all(torch.equal(read_whole(result, key), source.values[key]) for key in result.tensors)
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+def test_optimizers_that_are_not_ours_are_refused_by_name(tmp_path: Path, form: str) -> None:
+    write(random_source(LLAMA_ARGS | {"optimizer": "lion", "use_distributed_optimizer": False}), form, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="the optimizer is lion, .* is not supported: leave it out"):
+        open_checkpoint(tmp_path / "run")
+    assert not any(
+        key.startswith("optimizer.") for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors
+    )
