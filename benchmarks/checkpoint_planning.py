@@ -9,12 +9,15 @@ on rank 0, the layout of all files, `.metadata`. Every save after the first cost
 """
 
 import argparse
+import multiprocessing
 import pickle
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,7 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata, encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.planning.file_layout import place_items  # noqa: E402
 from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
@@ -32,6 +37,7 @@ from megatron.core.utils import even_range  # noqa: E402
 from megatron.planning.empty_model import EmptyChunk, empty_chunks  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
+from megatron.training.reporting.summary import run_shape  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")
@@ -94,10 +100,11 @@ def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int
 def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
     """What every rank sends to rank 0."""
     pp_size, tp_size, dp_size = config.parallel.pp_size, config.parallel.tp_size, config.parallel.dp_size(world)
+    run = run_shape(config, world, model_provider)
     for pp in range(pp_size):
         for tp in range(tp_size):
             ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
-            chunks = list(empty_chunks(config, ps, model_provider))
+            chunks = list(empty_chunks(run, ps))
             weights: ShardedStateDict = {}
             for chunk in chunks:
                 weights |= chunk.module.sharded_state_dict()
@@ -112,6 +119,30 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
     began = time.process_time()
     result = function()
     return result, time.process_time() - began
+
+
+class ReadCost(NamedTuple):
+    boxes: int
+    seconds: float
+    megabytes: float
+
+
+def read_apart(directory: str, keys: list[str] | None) -> ReadCost:
+    """What reading the entries of `keys` (None: of all tensors) costs a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_read, directory, keys).result()
+
+
+def _read(directory: str, keys: list[str] | None) -> ReadCost:
+    before = peak_memory()
+
+    def read() -> int:
+        tensors = read_metadata(directory).tensors
+        tables = [tensors[key].chunks for key in (tensors if keys is None else keys)]
+        return sum(map(len, tables))
+
+    boxes, seconds = timed(read)
+    return ReadCost(boxes, seconds, 1e3 * (peak_memory() - before))
 
 
 def peak_memory() -> float:
@@ -137,24 +168,24 @@ def simulate(name: str, world: int, workers: int) -> None:
     metadata, collecting = timed(placed.metadata)
     encoded, encoding = timed(lambda: encode_metadata(metadata))
     planned = peak_memory()
-    read, opening = timed(lambda: decode_metadata(encoded, ".metadata"))
-    wanted = [key for key, _, _ in specs[-1].tensors]
-    _, reading = timed(lambda: [read.tensors[key].chunks for key in wanted])
-    own = peak_memory()
-    chunks, reading_all = timed(lambda: sum(len(tensor.chunks) for tensor in read.tensors.values()))
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / METADATA).write_bytes(encoded)
+        wanted = read_apart(directory, [key for key, _, _ in specs[-1].tensors])
+        everything = read_apart(directory, None)
 
     loads, parallel = plan.loads, config.parallel
     print(
         f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP {parallel.dp_size(world)}, "
-        f"{sum(loads) / 1e9:.0f} GB, {chunks} chunks"
+        f"{sum(loads) / 1e9:.0f} GB, {everything.boxes} boxes"
     )
     print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
     back = statistics.mean(map(len, results)) / 1e3
     print(f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s")
     print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after")
     print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
-    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB; opened in {opening:.2f} s, what one rank wants {reading:.2f} s,")
-    print(f"             all of it {reading_all:.1f} s; {own - planned:.2f} and {peak_memory() - planned:.2f} GB more")
+    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB")
+    for what, cost in (("what one rank wants", wanted), ("all of it", everything)):
+        print(f"             read {what}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB")
     largest = max(loads) / statistics.mean(loads)
     print(f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean")
 

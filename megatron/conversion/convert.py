@@ -15,6 +15,7 @@ from megatron.conversion.deepspeed.writer import UniversalOptions, write_univers
 from megatron.conversion.files import Progress, exclusive_output_dir, no_progress
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.stacked_layers import StackedLayers
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import (
@@ -50,6 +51,8 @@ class Options:
     workers: int = 1
     universal_style: str | None = None
     qkv_blocks: bool = False
+    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
+    stacked_layers: bool = False
     trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
     note: Callable[[str], None] = lambda text: None  # told what else is worth a line
 
@@ -58,7 +61,8 @@ Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what 
 
 
 def _write_torch_dist(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
-    return _in_iteration(source, root, lambda to: write_torch_dist(source, to, options.workers, progress))
+    stored = StackedLayers(source) if options.stacked_layers else source
+    return _in_iteration(source, root, lambda to: write_torch_dist(stored, to, options.workers, progress))
 
 
 def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
@@ -175,6 +179,8 @@ class CastSource:
         if options.dtype is not None:
             self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
             self.args["params_dtype"] = options.dtype
+        if options.transformer_impl is not None:
+            self.args["transformer_impl"] = options.transformer_impl
         if not options.optimizer and source.training is not None:
             self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
 

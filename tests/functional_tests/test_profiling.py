@@ -137,7 +137,6 @@ def test_mistakes_name_the_flag():
         "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 and less than",
         "--profile-ranks 2": "--profile-ranks 2: the run has ranks 0 to 1",
         "--log-memory-interval 0": "--log-memory-interval must be positive, got 0",
-        "--transformer-impl transformer_engine": "--transformer-impl transformer_engine: not supported, only local",
         "--optimizer-impl apex": "--optimizer-impl apex: not supported, only torch",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -118,13 +118,16 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
     """megatron-core's distributed optimizer, with state that only a load can make right."""
     config = OptimizerConfig(
         optimizer="adam",
-        lr=7.0,
+        lr=args.lr,  # this and the next are what 0.19 finds its groups by
         min_lr=args.min_lr,
         bf16=args.params_dtype == torch.bfloat16,
         params_dtype=args.params_dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, [model])
+    for group in optimizer.param_groups:
+        group |= {"lr": 7.0, "betas": (0.1, 0.2), "eps": 1.0}
+    return optimizer
 
 
 def request(

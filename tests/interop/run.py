@@ -1,10 +1,11 @@
 """What we write, loaded by the real peers. No GPU is needed.
 
     make interop                                  all peers, each in a virtual environment of its own
-    python tests/interop/run.py megatron-core     one of them
-    python tests/interop/run.py megatron-core=/path/to/python deepspeed=/path/to/python     with what is installed there
+    python tests/interop/run.py deepspeed         one of them
+    python tests/interop/run.py megatron-core-0.19=/path/to/python deepspeed=/path/to/python    what is installed there
 
-The environments are kept in `.venv-interop/` and made anew when the packages change.
+The environments are kept in `.venv-interop/` and made anew when the packages change. A peer that needs a newer Python
+than there is, is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ class Peer:
 
     packages: tuple[str, ...]
     check: Callable[[Path, Path], None]
+    python: tuple[int, int] = (3, 10)  # the oldest that its packages take
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
@@ -70,21 +71,49 @@ def torchrun(ranks: int) -> list[str]:
 MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "llama-pp2-bf16", "gpt2", "gpt2-pp2")
 PEERS = {
     "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
-    "megatron-core": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
+    "megatron-core-0.16": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
+    "megatron-core-0.19": Peer(("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)),
 }
 
 
-def environment(name: str, packages: tuple[str, ...]) -> Path:
-    """The Python of the peer's environment, with its packages installed in the given order."""
+def environment(name: str, peer: Peer) -> Path | None:
+    """The Python of the peer's environment, with its packages installed in the given order; None: there is no Python
+    for them.
+
+    The stamp is written last, so one that was cut off is made anew.
+    """
     folder = ENVIRONMENTS / name
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
-    if not stamp.exists() or stamp.read_text() != "\n".join(packages):
-        print(f"== setting up {folder}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        for package in packages:  # in order: deepspeed's setup imports torch
-            run(python, "-m", "pip", "install", "-q", package)
-        stamp.write_text("\n".join(packages))
+    if stamp.exists() and stamp.read_text() == "\n".join(peer.packages) and works(python, peer.python):
+        return python
+    base = interpreter(peer.python)
+    if base is None:
+        return None
+    print(f"== setting up {folder} with {base}", flush=True)
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    run(base, "-m", "venv", folder)
+    for package in peer.packages:  # in order: deepspeed's setup imports torch
+        run(python, "-m", "pip", "install", "-q", package)
+    stamp.write_text("\n".join(peer.packages))
     return python
+
+
+def interpreter(oldest: tuple[int, int]) -> Path | None:
+    """A Python of at least this version: our own, or the first that starts on the PATH or among pyenv's versions."""
+    names = [shutil.which(f"python3.{minor}") for minor in range(oldest[1], oldest[1] + 4)]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.*/bin/python3")
+    candidates = [OURS, *(Path(name) for name in names if name), *sorted(pyenv)]
+    return next((python for python in candidates if works(python, oldest)), None)
+
+
+def works(python: Path, oldest: tuple[int, int]) -> bool:
+    """Whether it starts, and is new enough. A shim on the PATH may be of a version that is not installed."""
+    test = f"import sys; sys.exit(sys.version_info < {oldest})"
+    try:
+        return subprocess.run([str(python), "-c", test], capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def run(python: Path, *words: object, quiet: bool = False) -> None:
@@ -106,8 +135,13 @@ def main() -> None:
         name, _, python = word.partition("=")
         if name not in PEERS:
             parser.error(f"no peer {name!r}: there are {', '.join(PEERS)}")
+        peer = PEERS[name]
+        found = Path(python) if python else environment(name, peer)
+        if found is None:
+            print(f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none", flush=True)
+            continue
         with tempfile.TemporaryDirectory() as work:
-            PEERS[name].check(Path(python) if python else environment(name, PEERS[name].packages), Path(work))
+            peer.check(found, Path(work))
         print(f"== {name}: ok", flush=True)
 
 

@@ -44,6 +44,8 @@ MEANT_FOR = {  # option -> the savers that it says something to
     "tokenizer": ("hf",),
     "universal_style": ("universal",),
     "target_qkv_blocks": ("universal",),
+    "target_transformer_impl": ("legacy", "torch_dist"),
+    "stacked_layers": ("torch_dist",),
 }
 
 
@@ -82,6 +84,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         action="store_true",
         help="for universal: order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size",
     )
+    parser.add_argument(
+        "--target-transformer-impl",
+        choices=["local", "transformer_engine"],
+        help="whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine",
+    )
+    parser.add_argument(
+        "--stacked-layers", action="store_true", help="for torch_dist: one tensor for all layers, not one per layer"
+    )
     parser.add_argument("--workers", type=int, default=2, help="files written at once")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing --save-dir")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare it with the source")
@@ -112,6 +122,8 @@ def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], N
         args.workers,
         args.universal_style,
         args.target_qkv_blocks,
+        args.target_transformer_impl,
+        args.stacked_layers,
         note=note,
     )
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)

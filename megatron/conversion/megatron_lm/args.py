@@ -17,12 +17,39 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
+# What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of it.
+ASKED_FOR: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "no_persist_layer_norm": False,
+    "overlap_p2p_comm": False,
+    "num_experts": None,
+    "moe_grouped_gemm": False,
+    "mtp_num_layers": None,
+    "is_hybrid_model": False,
+    "rotary_interleaved": False,
+    "fp8_param_gather": False,
+    "bias_swiglu_fusion": True,
+    "squared_relu": False,
+    "init_method_xavier_uniform": False,
+    "init_model_with_meta_device": False,
+    "config_logger_dir": "",
+    "cp_comm_type": ["p2p"],
+    "transformer_impl": "transformer_engine",
+    "fp16_lm_cross_entropy": False,
+    "make_vocab_size_divisible_by": 128,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
+
+_BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
-    "non_homogeneous_layers": True,
+    _BY_LAYER: True,
 }
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
@@ -73,15 +100,21 @@ def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> Transf
     return model_config(known, vocab_size, where)
 
 
-def common_state(args: argparse.Namespace, training: Counters | None, torch_dist: bool = True) -> dict[str, Any]:
-    """What every checkpoint of Megatron-LM holds beside tensors and schedules."""
+def common_state(
+    args: argparse.Namespace, training: Counters | None, torch_dist: bool = True, stacked: bool = False
+) -> dict[str, Any]:
+    """What every checkpoint of Megatron-LM holds beside tensors and schedules.
+
+    Where nothing is said of layers that differ, Megatron-core asks for `stacked` ones.
+    """
     common = {
         "args": args,
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": training.iteration if training else 0,
         "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
     }
-    return common | ({"content_metadata": _CONTENT_METADATA} if torch_dist else {})
+    form = {name: value for name, value in _CONTENT_METADATA.items() if not (stacked and name == _BY_LAYER)}
+    return common | ({"content_metadata": form} if torch_dist else {})
 
 
 def training_state(

@@ -50,6 +50,7 @@ _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
+_OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -74,6 +75,11 @@ class TorchDistSource:
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory)
         stored = self._reader.metadata
+        if not any(key.startswith(_OURS) for key in stored.tensors) and any("model." in key for key in stored.tensors):
+            raise CheckpointError(
+                f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {next(iter(stored.tensors))}) "
+                "is not read here: save that run with --ckpt-format torch_dist"
+            )
         common = load_common(directory)
         if not common and COMMON_STATE in stored.objects:
             common = self._reader.read_object(COMMON_STATE)

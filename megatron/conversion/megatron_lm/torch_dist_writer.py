@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.args import common_state
+from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, stored_model
 from megatron.conversion.megatron_lm.objects import extra_states
+from megatron.conversion.megatron_lm.stacked_layers import StackedLayers, stacked_key
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
 
@@ -24,23 +27,35 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
         for key, info in source.tensors.items()
     }
     # What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to.
-    state |= extra_states(source.tensors)
+    state |= _extra_states(source)
     rng = source.training.rng if source.training is not None else {}
     state |= {key: ShardedObject(key, read()) for key, read in rng.items()}
     save(state, directory, common=_common(source), workers=files, progress=progress)
     return []
 
 
+def _extra_states(source: Source) -> ShardedStateDict:
+    if not isinstance(source, StackedLayers):
+        return {**extra_states(source.tensors)}
+    entries = extra_states(source.by_layer).values()
+    keys = [stacked_key(entry.key, source.num_layers) for entry in entries]
+    return {key: ShardedObject(key, entry.value) for key, entry in zip(keys, entries, strict=True)}
+
+
 def _common(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
-    args = dict(source.args) | {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    weights = source.tensors[WORD_EMBEDDINGS]
+    config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
+    told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
+    args = ASKED_FOR | config | {"params_dtype": weights.dtype} | told
+    args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
     args["no_save_optim"] = training is None or training.param_groups is None
     args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
-    common = common_state(argparse.Namespace(**args), training)
+    common = common_state(argparse.Namespace(**args), training, stacked=isinstance(source, StackedLayers))
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.conversion.megatron_lm.args import ASKED_FOR
 from megatron.conversion.open_checkpoint import find_checkpoint, open_found
 from megatron.core.dist_checkpointing import load_common
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -32,7 +33,7 @@ MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
     """All options and what follows from them, as they are stored."""
-    namespace = argparse.Namespace(**flags)
+    namespace = argparse.Namespace(**{**ASKED_FOR, **flags})
     for name, megatron_name in MEGATRON_NAMES.items():
         setattr(namespace, megatron_name, flags[name])
     for name, value in derived.items():

@@ -108,7 +108,6 @@ _REASONS = {
 ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     name: Accepted(reason) for reason, names in _REASONS.items() for name in names.split()
 } | {
-    "--transformer-impl": Accepted("the local layers compute the same", ("local", "transformer_engine")),
     "--optimizer-impl": Accepted("apex is not used: torch has fused Adam kernels", ("torch",)),
     "--muon-tp-mode": Accepted("Muon's matrices are whole over TP", ("duplicated", "distributed")),
     "--muon-scalar-optimizer": Accepted("AdamW updates what is no matrix", ("adam",)),

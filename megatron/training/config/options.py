@@ -226,6 +226,8 @@ class CheckpointConfig:
     """Files that each rank writes at once."""
     ckpt_staging_mem_limit: float | None = flag(None)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
+    transformer_impl: str = flag("transformer_engine", choices=("local", "transformer_engine"))
+    """Whose modules of Megatron-LM legacy files are for: names and the order of parameters differ; results do not."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, in place of a warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))

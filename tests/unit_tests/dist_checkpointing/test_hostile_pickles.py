@@ -17,7 +17,7 @@ import torch
 from test_safe_unpickle import archive_with
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.metadata import decode_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads
 

@@ -89,13 +89,13 @@ def test_mistakes_are_explained(text, message):
 
 def test_accepted_flags_are_dropped_with_their_values():
     parser = make_parser({"Example": Example})
-    words = ["--no-rope-fusion", "--attention-backend", "unfused", "--num-layers", "3", "--transformer-impl=local"]
+    words = ["--no-rope-fusion", "--attention-backend", "unfused", "--num-layers", "3", "--DDP-impl=local"]
     given, ignored = parse_flags(parser, words)
     assert given == {"num_layers": 3}
-    assert ignored == ["--no-rope-fusion", "--attention-backend", "--transformer-impl"]
+    assert ignored == ["--no-rope-fusion", "--attention-backend", "--DDP-impl"]
 
 
-@pytest.mark.parametrize("text", ["--transformer-impl inference_optimized", "--dist-ckpt-format=zarr", "--DDP-impl x"])
+@pytest.mark.parametrize("text", ["--rope-type yarn", "--dist-ckpt-format=zarr", "--DDP-impl x"])
 def test_accepted_flags_must_not_ask_for_something_that_is_missing(text):
     with pytest.raises(ValueError, match=r"not supported, only "):
         parsed(text)
