@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.schemas import COMMON
 from megatron.conversion.model_space.source import TrainingState
-from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -152,7 +152,9 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
-    return optimizer.get("grad_scaler") or None if isinstance(optimizer, Mapping) else None
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
+    values = (scaler or {}).items()
+    return {name: value.read() if isinstance(value, FileTensor) else value for name, value in values} or None
 
 
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.

@@ -217,6 +217,8 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     except ValueError as error:
         problems.append(str(error))
+    if given.get("transformer_impl") == "transformer_engine":
+        notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     return given, notes
 

@@ -213,8 +213,10 @@ def test_every_flag_is_read_somewhere():
         for field in flag_fields(section)
         if field.name not in COMPOSED and not is_read(part, section.__name__, field.name)
     ]
-    # settled before there is a `Config`; looked for by pretrain_gpt.py before anything else
-    assert unread == ["pipeline_layout.num_layers_per_virtual_pipeline_stage", "distributed.dry_run"]
+    assert unread == [
+        "pipeline_layout.num_layers_per_virtual_pipeline_stage",  # settled before there is a `Config`
+        "distributed.dry_run",  # looked for by pretrain_gpt.py before anything else
+    ]
 
 
 @pytest.mark.parametrize("field", [("loader", "DataLoaderConfig", "save"), ("model", "TransformerConfig", "write")])
