@@ -3,7 +3,8 @@
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
 # Build arguments: PYTHON_IMAGE, CUDA_IMAGE, TORCH_VERSION, and CPU_INDEX or GPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
-ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+# Tags can be moved: give NAME:TAG@sha256:DIGEST for images that are the same for ever.
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 
 FROM ${PYTHON_IMAGE} AS cpu

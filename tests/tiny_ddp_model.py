@@ -207,12 +207,6 @@ def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> di
     return assemble([boxes_of(model_state), boxes_of(optimizer.sharded_state_dict(model_state))])
 
 
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        assert torch.equal(value, right[key]), key
-
-
 def region(box: Box) -> tuple[slice, ...]:
     """Where a box lies in its global tensor."""
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

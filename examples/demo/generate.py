@@ -18,7 +18,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False).eval()
     print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, says:")
     for text in args.prompt:
         prompt = torch.tensor([tokenizer.encode(text)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -36,7 +37,7 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
     Raises ValueError while another conversion works there. What a killed one left is removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    handle = _open_own(directory)
     try:
         _lock(handle, directory)
         try:
@@ -49,6 +50,20 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
             raise
     finally:
         os.close(handle)
+
+
+def _open_own(directory: Path) -> int:
+    """A link that someone has planted would be emptied in place of the directory."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise ValueError(f"{directory} is a link: remove it, a conversion would write where it leads") from error
+    if os.fstat(handle).st_uid != os.geteuid():
+        os.close(handle)
+        raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
+    return handle
 
 
 def _lock(handle: int, directory: Path) -> None:

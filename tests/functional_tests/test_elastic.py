@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
-from training_harness import COMMON, LAYOUTS, LLAMA, assert_same_bits
+from training_harness import COMMON, LAYOUTS, LLAMA
+
+from tests.compare import assert_same
 
 ROOT = Path(__file__).parents[2]
 FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 60 --save-interval 3 "
@@ -81,7 +83,7 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
     _, expected, directory = undisturbed
     assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
     final = "iter_0000060"
-    assert_same_bits(stored_tensors(root / final), stored_tensors(directory / final))
+    assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, assert_same_bits, train, whole
+from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train, whole
 
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import Reader
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.compare import assert_same
 
 DATA = "--mock-data --train-iters 8 "
 SINGLE = {"single": (1, ""), **LAYOUTS}
@@ -50,7 +51,7 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
     saved = train_to_4(pool, model, layout, tmp_path)
     assert losses(saved)[-1] == pytest.approx(uninterrupted[model][3], rel=ROUNDING)
     loaded = load_and_stop(pool, model, "single", tmp_path)
-    assert_same_bits(whole(loaded), whole(saved))
+    assert_same(whole(loaded), whole(saved))
     assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (4, 32)
 
 
@@ -59,7 +60,7 @@ def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(pool, tmp_pat
     saved = whole(train_to_4(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
     for layout in SINGLE:
         world_size, flags = SINGLE[layout]
-        assert_same_bits(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
+        assert_same(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         resumed = pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}")
         assert close(losses(resumed), uninterrupted[model][4:]), layout
 
@@ -93,7 +94,7 @@ def test_resuming_at_the_same_layout_changes_no_bit(pool, tmp_path, layout, prec
     first = pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 4")
     second = pool.run(train, world_size, f"{flags} --load {tmp_path}")
     assert losses(first) + losses(second) == losses(straight)
-    assert_same_bits(whole(second), whole(straight))
+    assert_same(whole(second), whole(straight))
 
 
 def test_fp16_resumes_with_its_loss_scale(pool, tmp_path):
@@ -102,7 +103,7 @@ def test_fp16_resumes_with_its_loss_scale(pool, tmp_path):
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
     second = pool.run(train, 1, f"{flags} --load {tmp_path}")
     assert losses(second) == losses(straight)[4:]
-    assert_same_bits(whole(second), whole(straight))
+    assert_same(whole(second), whole(straight))
 
 
 def test_bf16_checkpoint_reshards(pool, tmp_path):
@@ -111,7 +112,7 @@ def test_bf16_checkpoint_reshards(pool, tmp_path):
     assert saved["decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
     assert saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
     loaded = pool.run(train, 2, f"{DATA} {MODELS['llama']} --bf16 {LAYOUTS['pp2'][1]} --load {tmp_path} --skip-train")
-    assert_same_bits(whole(loaded), saved)
+    assert_same(whole(loaded), saved)
 
 
 def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tmp_path):
@@ -119,7 +120,7 @@ def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tm
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
     first, second = (pool.run(train, 2, f"{flags} {LAYOUTS['tp2'][1]} --load {tmp_path}") for _ in range(2))
     assert losses(first) == losses(second)
-    assert_same_bits(whole(first), whole(second))
+    assert_same(whole(first), whole(second))
 
 
 def test_finetune_takes_weights_only(pool, tmp_path):
@@ -155,7 +156,7 @@ def test_use_checkpoint_args(pool, tmp_path):
     run = "--num-threads 1 --lr 1 --train-iters 8 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
     from_checkpoint = f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
     loaded = pool.run(train, 2, f"{from_checkpoint} --tensor-model-parallel-size 2", run)
-    assert_same_bits(whole(loaded), whole(saved))
+    assert_same(whole(loaded), whole(saved))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_replicas_share_the_reading(pool, tmp_path):
     for layout in ("dp2", "tp2_dp2"):
         world_size, layout_flags = LAYOUTS[layout]
         load = f"--load {tmp_path} --skip-train --ckpt-fully-parallel-load --ckpt-verify"
-        assert_same_bits(whole(pool.run(train, world_size, f"{flags} {layout_flags} {load}")), saved)
+        assert_same(whole(pool.run(train, world_size, f"{flags} {layout_flags} {load}")), saved)
 
 
 def test_damage_is_found_where_it_is_read(pool, tmp_path):

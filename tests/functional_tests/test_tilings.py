@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 import torch
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, assert_same_bits, whole
+from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, whole
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import ParallelState
@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import build_chunks
 from pretrain_gpt import model_provider
+from tests.compare import assert_same
 
 LAYOUTS = {  # name -> (processes, flags)
     "tp4_sp": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
@@ -78,4 +79,4 @@ def test_main_parameters_and_moments_belong_to_their_weights(single):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_tiles_the_same_tensors(single, model, layout):
     world_size, flags = LAYOUTS[layout]
-    assert_same_bits(all_tensors(world_size, f"{MODELS[model]} --bf16 {flags}"), single[model])
+    assert_same(all_tensors(world_size, f"{MODELS[model]} --bf16 {flags}"), single[model])

@@ -107,9 +107,3 @@ def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
         target[place], done[place] = values, True
     assert all(done.all() for done in covered.values()), "not covered"
     return tensors
-
-
-def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    different = [key for key in a if not torch.equal(a[key], b[key])]
-    assert not different, different

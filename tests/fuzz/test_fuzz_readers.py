@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from mutations import (
     damage,
     damaged_archive,
@@ -34,9 +36,10 @@ from mutations import (
 )
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/unit_tests/conversion"))
+sys.path[:0] = [str(ROOT / "tests/unit_tests/conversion"), str(ROOT)]
 from memory_source import LLAMA_ARGS, random_source  # noqa: E402
 
+import pretrain_gpt  # noqa: E402
 from megatron.conversion.convert import convert  # noqa: E402
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface  # noqa: E402
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist  # noqa: E402
@@ -164,6 +167,37 @@ def build_index() -> dict[str, np.ndarray]:
     return {"samples": np.arange(40, dtype=np.int32).reshape(20, 2), "order": np.arange(20, dtype=np.int64)}
 
 
+RUN = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 48 "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --num-layers 2 "
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 12 --lr 3e-3 --eval-iters 0 --skip-train --mock-data --num-workers 0 "
+    "--num-threads 1 --tokenizer-type NullTokenizer --vocab-size 66 --override-opt_param-scheduler "
+    "--use-distributed-optimizer"
+)
+
+
+def load_run(case: Case) -> None:
+    """`pretrain_gpt.py --load`, as one rank."""
+    extra = case.rng.choice(([], [], ["--finetune"], ["--use-checkpoint-args"], ["--no-load-optim"], ["--ckpt-verify"]))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+
+    def main() -> None:
+        try:
+            pretrain_gpt.main()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    run_main(["pretrain_gpt.py", *RUN.split(), *extra, "--load", str(case.source)], main)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
 def export_with_tokenizer(case: Case) -> None:
     argv = ["--saver", "hf", "--load-dir", str(case.source / "run"), "--save-dir", str(case.out / "to")]
     run_main(["convert", *argv, "--tokenizer", str(case.source / "tokenizer")], CONVERT.main)
@@ -184,6 +218,8 @@ READERS: dict[str, tuple[str, dict[str, Structural], Callable[[Case], None]]] = 
         {"iter_*/*.distcp": None, "iter_*/*.json": damaged_json, "latest_*": None},
         read_or_verify,
     ),
+    "load": ("torch_dist", {"iter_*/.metadata": damaged_pickle, "iter_*/common.pt": damaged_archive}, load_run),
+    "load files": ("torch_dist", {"iter_*/*.distcp": None, "latest_*": None}, load_run),
     "megatron": ("megatron", {".metadata": damaged_pickle, "common.pt": damaged_archive}, read_checkpoint),
     "megatron 0.12": ("megatron 0.12", {".metadata": damaged_pickle, "common.pt": damaged_archive}, read_checkpoint),
     "legacy model": ("legacy", {"iter_*/mp_rank_0*/model_optim_rng.pt": damaged_archive}, read_checkpoint),
@@ -208,7 +244,7 @@ GOLDEN = ROOT / "tests/golden/megatron_lm"
 
 def build(kind: str, root: Path) -> None:
     """An intact directory of each kind."""
-    source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28})
+    source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28, "vocab_size": 66})
     if kind == "hf":
         options = HuggingFaceOptions(optim_sidecar=True, max_shard_size=20_000)
         write_huggingface(source, root, options)

@@ -16,7 +16,6 @@ from training_harness import (
     COMMON,
     LAYOUTS,
     LLAMA,
-    assert_same_bits,
     datasets_provider,
     forward_step,
     model_provider,
@@ -28,6 +27,7 @@ from training_harness import (
 
 from megatron.planning.run_plan import plan_run
 from megatron.training.reporting.summary import run_shape
+from tests.compare import assert_same
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--mock-data --distributed-backend gloo "  # two processes share the one device
@@ -62,7 +62,7 @@ def test_resuming_is_bitwise(pool, device, save, tmp_path):
     uninterrupted = pool.run(outcome, 1, saving)
     resumed = pool.run(outcome, 1, f"{flags}--load {tmp_path} --ckpt-step 2")
     assert resumed[0].measured.losses == uninterrupted[0].measured.losses[2:]
-    assert_same_bits(whole(resumed), whole(uninterrupted))
+    assert_same(whole(resumed), whole(uninterrupted))
 
 
 def test_compiled_layers(pool, device):

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 import megatron.core.optimizer as mcore_optimizer
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.loading.strictness import StrictHandling
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -172,6 +172,16 @@ def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
     return keys
 
 
+def stacked(tensors: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """The same with one tensor for all layers."""
+    result = {key: tensor for key, tensor in tensors.items() if ".layers." not in key}
+    for key in tensors:
+        if ".layers.0." in key:
+            layers = [tensors[key.replace(".layers.0.", f".layers.{layer}.")] for layer in range(num_layers)]
+            result[key.replace(".layers.0.", ".layers.")] = torch.stack(layers)
+    return result
+
+
 def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
     """Parameter groups as in the run, each the group of its weight decay."""
     by_multiplier = {group["wd_mult"]: group for group in stored}
@@ -232,6 +242,9 @@ def main() -> None:
     args = common["args"]
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    if "non_homogeneous_layers" not in metadata:
+        expected["tensors"] = stacked(expected["tensors"], args.num_layers)
 
     model = build_model(args, options.tp)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)

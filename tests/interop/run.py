@@ -48,12 +48,13 @@ def check_megatron_core(python: Path, work: Path) -> None:
         (work / model).mkdir()
         run(OURS, *torchrun(4), HERE / "megatron_core_write.py", work / model, model, quiet=True)
     convert_there_and_back(work / "llama", work / "llama-converted")
+    convert_there_and_back(work / "gpt2", work / "gpt2-stacked", "--stacked-layers")
     for directory in sorted(work.iterdir()):
         for ranks, tp in ((1, 1), (2, 2), (2, 1)):
             run(python, *torchrun(ranks), HERE / "megatron_core_load.py", directory, tp, quiet=True)
 
 
-def convert_there_and_back(directory: Path, target: Path) -> None:
+def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
     shutil.copy(directory / "expected.pt", target)
@@ -61,7 +62,7 @@ def convert_there_and_back(directory: Path, target: Path) -> None:
     layout = ("--target-tensor-parallel-size", 1, "--target-pipeline-parallel-size", 2)
     legacy = directory / "legacy"
     run(OURS, *convert, directory / "checkpoint", "--save-dir", legacy, "--saver", "legacy", *layout, quiet=True)
-    run(OURS, *convert, legacy, "--save-dir", target / "checkpoint", "--saver", "torch_dist", quiet=True)
+    run(OURS, *convert, legacy, "--save-dir", target / "checkpoint", "--saver", "torch_dist", *options, quiet=True)
 
 
 def torchrun(ranks: int) -> list[str]:

@@ -80,8 +80,13 @@ def find_universal(directory: Path) -> Path | None:
 
 
 def universal_faults(directory: Path) -> list[str]:
-    """Files that are missing or truncated. Raises CheckpointError for other damage."""
-    required = {folder / name for folder in _parameter_folders(directory) for name in STATE_FILES.values()}
+    """Files that are missing or truncated. Raises CheckpointError for other damage.
+
+    A state that one parameter has (Adam's moments or the momentum of SGD) all must have.
+    """
+    folders = _parameter_folders(directory)
+    names = [name for name in STATE_FILES.values() if any((folder / name).exists() for folder in folders)]
+    required = {folder / name for folder in folders for name in {*names, STATE_FILES["param"]}}
     files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
     return archive_faults(sorted(files), directory)
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import flag_name
-from megatron.conversion.model_space.schemas import LAYERS, SIZE, simple
+from megatron.conversion.model_space.schemas import LAYERS, SIZE
 from megatron.core.dist_checkpointing.format.schema import (
     boolean,
-    mapping,
     number,
     optional,
     printable,
@@ -34,6 +33,12 @@ _NUMBERS = """initializer_range rms_norm_eps layer_norm_epsilon attention_dropou
     embd_pdrop rope_theta partial_rotary_factor"""
 _SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window"
 _TEXTS = "model_type torch_dtype dtype activation_function hidden_act"
+_ROPE_NUMBERS = """rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
+    original_max_position_embeddings"""
+_ROPE = record(
+    {f"{name}?": optional(text(256)) for name in ("rope_type", "type")}
+    | {f"{name}?": optional(number()) for name in _ROPE_NUMBERS.split()}
+)
 # What the fields that rules read may be.
 CONFIG = record(
     {
@@ -43,7 +48,7 @@ CONFIG = record(
         **{f"{name}?": optional(boolean) for name in _SWITCHES.split()},
         **{f"{name}?": optional(text(256)) for name in _TEXTS.split()},
         **{f"{name}?": optional(sequence(text(256), 10**5)) for name in ("architectures", "layer_types")},
-        **{f"{name}?": optional(mapping(simple)) for name in ("rope_scaling", "rope_parameters")},
+        **{f"{name}?": optional(_ROPE) for name in ("rope_scaling", "rope_parameters")},
     }
 )
 REQUIRED = object()  # a field without a default: it defines the model
@@ -419,7 +424,7 @@ def read_config(
     known = HARMLESS.union(harmless, *(rule.fields for rule in rules))
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
     if unknown:
-        listed = ", ".join(f"{shown(name)} = {shown(hf[name])}" for name in unknown)
+        listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
         raise ValueError(
             f"config.json has fields that are not supported and may change what the model computes: {listed}. "
             f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"

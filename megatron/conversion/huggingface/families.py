@@ -31,6 +31,7 @@ from megatron.conversion.huggingface.config_rules import (
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_apart, qkv_blocks, stacked, stored_rows
 from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 Layout = Callable[[TransformerConfig, Shape], RowMap]
@@ -332,7 +333,9 @@ def family_of(hf: Json) -> Family:
     family = by_name[model_type]
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
-        raise ValueError(f"config.json: architecture {architectures[0]} is no {family.architecture}: not supported")
+        raise ValueError(
+            f"config.json: architecture {shown(architectures[0])} is no {family.architecture}: not supported"
+        )
     return family
 
 

@@ -13,6 +13,7 @@ from megatron.conversion.huggingface.families import Place, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
+from megatron.conversion.megatron_lm.optimizer_state import check_complete
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
 from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.row_maps import unpack_rows
@@ -132,7 +133,9 @@ class HuggingFaceSource:
     def _check_shapes(self) -> None:
         for place in self._places.values():
             for name, wanted in zip(place.names, place.stored_shapes(), strict=True):
-                found = self._info(name).shape
+                found, dtype = self._info(name).shape, self._info(name).dtype
+                if not dtype.is_floating_point:
+                    raise ValueError(f"{self._directory}: {self._stored(name)} is of {dtype}: integers are no weights")
                 if found != wanted:
                     raise ValueError(
                         f"{self._directory}: {self._stored(name)} has shape {list(found)}, but config.json makes it "
@@ -178,4 +181,9 @@ class HuggingFaceSource:
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
         self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
+        parameters = {key: key.partition("optimizer.state.")[2].partition(".")[2] for key in sidecar.tensors}
+        strange = [key for key, parameter in parameters.items() if parameter not in self.tensors]
+        if strange:
+            raise ValueError(f"{sidecar.directory}: {strange[0]} is no optimizer state of this model")
         self.tensors |= sidecar.tensors
+        check_complete(self.tensors, str(sidecar.directory))

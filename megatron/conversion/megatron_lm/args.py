@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.schemas import COMMON
 from megatron.conversion.model_space.source import TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common
+from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -85,6 +87,11 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         args["window_size"] = tuple(args["window_size"])
     refuse_unsupported_model(args, where)
     return args
+
+
+def read_common(directory: Path, verify: bool = False) -> dict[str, Any]:
+    """What stands beside the tensors of a torch_dist directory; {} if it has no `common.pt`."""
+    return COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
 
 
 def _plain(value: Any) -> Any:

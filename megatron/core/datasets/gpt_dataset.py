@@ -96,6 +96,12 @@ class GPTDataset:
             sequence = int(self.document_index[position])
             count = end + self.config.extra_tokens - start if position == last else None
             piece = self.indexed.read(sequence, start, count)
+            if piece.dtype.kind == "i" and len(piece) and piece.min() < 0:
+                place = int(np.argmax(piece < 0))
+                raise ValueError(
+                    f"{self.indexed.prefix}.bin: token {start + place} of sequence {sequence} is {piece[place]}, which "
+                    "is no token: the file is damaged, or was written with another type"
+                )
             text[filled : filled + len(piece)] = piece
             filled += len(piece)
             start = 0

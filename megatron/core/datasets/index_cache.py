@@ -23,7 +23,8 @@ from megatron.core.durable_files import committed, fsync_directory
 logger = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray]
-FORMAT = 2  # part of every digest: raise it when the meaning of an array changes
+FORMAT = 1  # part of every digest: raise it when the meaning of an array changes
+RECORD = 2  # part of every file name: raise it when the form of the .json changes
 
 
 def digest_of(description: dict[str, Any]) -> str:
@@ -33,10 +34,16 @@ def digest_of(description: dict[str, Any]) -> str:
 
 
 def digest_of_array(array: np.ndarray) -> str:
-    """Of type, shape and contents."""
-    digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data.cast("B"))
-    return digest.hexdigest()
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data.cast("B"))
+
+
+def _form(array: np.ndarray) -> str:
+    return f"{array.dtype.str} {array.shape} "
+
+
+def _recorded(array: np.ndarray) -> str:
+    """Type, shape and contents."""
+    return _form(array) + digest_of_array(array)
 
 
 def load_or_build(
@@ -49,7 +56,7 @@ def load_or_build(
     """
     if directory is None:
         return build()
-    stem = directory / f"{digest_of(description)}-{name}"
+    stem = directory / f"{digest_of({'record': RECORD, **description})}-{name}"
     arrays, damage = _load(stem, verify)
     if arrays is not None:
         return arrays
@@ -90,7 +97,7 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
         return None, f"{type(error).__name__}: {error}"
     arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
     for key, array in arrays.items():
-        if verify and digest_of_array(array) != recorded[key]:
+        if not recorded[key].startswith(_form(array)) or (verify and recorded[key] != _recorded(array)):
             return None, f"{stem.name}-{key}.npy does not have the recorded contents"
     return arrays, ""
 
@@ -102,7 +109,7 @@ def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: boo
             np.save(file, array, allow_pickle=False)
     record: dict[str, Any] = {
         "description": description,
-        "arrays": {key: digest_of_array(array) for key, array in arrays.items()},
+        "arrays": {key: _recorded(array) for key, array in arrays.items()},
     }
     record["digest"] = digest_of(record)
     with committed(_record_path(stem), replace) as temporary:

@@ -1,7 +1,8 @@
 """A function over a stream of items in other processes: results in order, and a killed process is noticed.
 
 Every worker has a pipe of its own, whose other end nobody but that worker holds: whenever it dies, also in the middle
-of a result, the next read ends. (A queue that all share would wait for the rest forever.)
+of a result, the next read ends. A queue that all share, as `concurrent.futures.ProcessPoolExecutor` has, waits for the
+rest of that result forever.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,14 @@ from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, 
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
 from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
+from megatron.core.dist_checkpointing.format.schema import file_name, mapping, record, text
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
 
 _READ_SIZE = 8 * BLOCK_SIZE
+INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
+_INTEGRITY = record({"algorithm?": text(), "files": mapping(text())})
 
 
 @dataclass
@@ -51,6 +55,8 @@ def verify(
         report.problems.append(f"{path}: no such directory")
         return report
     metadata = _check_structure(path, report)
+    if (path / INTEGRITY).exists():
+        _check_integrity(path, report, progress)
     try:
         sums = read_checksums(path)
     except CheckpointError as error:
@@ -125,10 +131,41 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS} | metadata.file_sizes().keys()
+    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS, INTEGRITY} | metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata
+
+
+def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int], None]) -> None:
+    """The hashes that Megatron-LM wrote."""
+    try:
+        manifest = _INTEGRITY(read_json(path / INTEGRITY), str(path / INTEGRITY))
+        names = [file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
+    except ValueError as error:
+        report.problems.append(str(error))
+        return
+    if manifest.get("algorithm", "sha256") != "sha256":
+        report.problems.append(f"{path / INTEGRITY}: unknown algorithm {manifest['algorithm']!r}, only sha256 is known")
+        return
+    for name in names:
+        try:
+            found = _sha256(path / name, progress)
+        except OSError as error:
+            report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
+            continue
+        if found != manifest["files"][name]:
+            report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
+    report.has_checksums, report.files = True, len(names)
+
+
+def _sha256(path: Path, progress: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_SIZE):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()
 
 
 def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int], None]) -> list[str]:

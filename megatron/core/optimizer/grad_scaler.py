@@ -90,6 +90,9 @@ class DynamicGradScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The empty state of a run without dynamic scaling changes nothing."""
+        missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()
+        if state and missing:
+            raise ValueError(f"the checkpoint's loss scaling lacks {', '.join(sorted(missing))}: give --no-load-optim")
         if state:
             self.scale = float(state["scale"])
             self._good_steps = int(state["growth_tracker"])

@@ -156,7 +156,7 @@ class MegatronOptimizer:
         when the stored step is missing or ambiguous.
         """
         self._finish_param_sync()
-        groups = state["optimizer"]["param_groups"]
+        groups = (state.get("optimizer") or {}).get("param_groups") or []
         if self._steps():
             stored = {group.get("step") for group in groups}
             if len(stored) != 1 or None in stored:

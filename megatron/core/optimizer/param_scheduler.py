@@ -188,6 +188,8 @@ class OptimizerParamScheduler:
             different = {name: value for name, value in different.items() if name not in constant}
         if different:
             self._settled(", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items()))
+        if "num_steps" not in state:
+            raise ValueError("the checkpoint's schedule has no num_steps: give --finetune or --no-load-optim")
         self.num_steps = state["num_steps"]
         self._apply()
 

@@ -9,12 +9,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.model_space.load import load_from_source
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.conversion.open_checkpoint import Found, Hints, find_checkpoint, open_found
-from megatron.core.dist_checkpointing import clean_up, load, load_common, read_metadata
+from megatron.core.dist_checkpointing import clean_up, load, read_metadata
+from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.training.checkpoint.args import check_same_model, stored_args
@@ -26,6 +28,10 @@ from megatron.training.launch.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
+
+
+_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
+_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 
 class Start(NamedTuple):
@@ -47,7 +53,7 @@ def find_start(config: CheckpointConfig) -> Start | None:
     if answer is None:
         return None
     found, weights_only = answer
-    own = found.format == "torch_dist" and load_common(found.directory).get("content_metadata", {})
+    own = found.format == "torch_dist" and read_common(found.directory).get("content_metadata")
     if own and own.get("non_homogeneous_layers"):
         return Start(found.directory, weights_only, None)
     return Start(
@@ -120,7 +126,7 @@ def stored_vocab_size(start: Start | None) -> int | None:
         return None
     if start.source is not None:
         return start.source.tensors[WORD_EMBEDDINGS].shape[0]
-    common = load_common(start.directory)
+    common = read_common(start.directory)
     return vars(common["args"]).get("model_vocab_size") if "args" in common else None
 
 
@@ -133,7 +139,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         load_foreign(run, start.source, weights_only, model_state(run))
         return
     config, began = run.config.checkpoint, time.perf_counter()
-    common = load_common(found, verify=config.ckpt_verify)
+    common = read_common(found, verify=config.ckpt_verify)
     if "args" not in common:
         raise ValueError(f"{found} holds tensors, but not the arguments and the state of a training run")
     stored = stored_args(vars(common["args"]))
@@ -168,7 +174,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
 
 
 def _optimizer_state(run: Run, model: ShardedStateDict, common: dict[str, Any], found: Path) -> ShardedStateDict:
-    if "optimizer" not in common:
+    if "optimizer" not in common or "opt_param_scheduler" not in common:
         raise ValueError(
             f"{found} holds no optimizer: go on with a fresh one (--no-load-optim), or start a new run from its "
             "weights (--finetune)"
@@ -191,6 +197,8 @@ def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
 
 def _take_position(run: Run, common: dict[str, Any], stored: dict[str, Any]) -> None:
     """Iteration and consumed samples; they decide which data comes next."""
+    _POSITION(common, "the state of the run")
+    _CONSUMED(stored, "the arguments of the run")
     run.state = TrainState(
         iteration=common["iteration"],
         consumed_train_samples=stored["consumed_train_samples"],

@@ -13,10 +13,57 @@ import numpy as np
 import torch
 
 from megatron.conversion.megatron_lm.objects import initial_cuda_state
+from megatron.core.dist_checkpointing.format.schema import (
+    anything,
+    integer,
+    number,
+    one_of,
+    optional,
+    record,
+    refuse,
+    sequence,
+)
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 
 _TRACKER_STATE = "model-parallel-rng"
+_WORD = integer(0, 2**32 - 1)
+
+
+def _random_state(value: Any, where: str) -> Any:
+    """Of Python's `random`: version, 624 words and the place among them, what is left of `gauss`."""
+    sequence(anything, 3, least=3)(value, where)
+    one_of(3)(value[0], f"{where}[0]")
+    sequence(_WORD, 625, least=625)(value[1], f"{where}[1]")
+    integer(0, 624)(value[1][624], f"{where}[1][624]")
+    return optional(number())(value[2], f"{where}[2]")
+
+
+def _np_state(value: Any, where: str) -> Any:
+    """Of numpy, which does not look whether the place is among the words."""
+    sequence(anything, 5, least=5)(value, where)
+    one_of("MT19937")(value[0], f"{where}[0]")
+    words = value[1].tolist() if isinstance(value[1], np.ndarray) else value[1]
+    sequence(_WORD, 624, least=624)(words, f"{where}[1]")
+    integer(0, 624)(value[2], f"{where}[2]")
+    integer(0, 1)(value[3], f"{where}[3]")
+    return number()(value[4], f"{where}[4]")
+
+
+def _torch_state(value: Any, where: str) -> Any:
+    ok = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1
+    return value if ok else refuse(where, value, "the state of a generator of torch")
+
+
+_STATE = record(
+    {
+        "random_rng_state": _random_state,
+        "np_rng_state": _np_state,
+        "torch_rng_state": _torch_state,
+        "cuda_rng_state": optional(_torch_state),
+        "rng_tracker_states": record({_TRACKER_STATE: _torch_state}),
+    }
+)
 
 
 def rng_key(ps: ParallelState) -> str:
@@ -48,9 +95,11 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
 
 
 def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> None:
-    """Restore the generators of this process."""
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
+    """Restore the generators of this process. Raises CheckpointError for a state that is none."""
+    _STATE(state, "the state of the random number generators")
+    kind, keys, gauss = state["random_rng_state"]
+    random.setstate((kind, tuple(keys), gauss))
+    np.random.set_state(tuple(state["np_rng_state"]))
     torch.set_rng_state(state["torch_rng_state"])
     if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
         torch.cuda.set_rng_state(state["cuda_rng_state"])

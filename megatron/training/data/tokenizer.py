@@ -42,6 +42,8 @@ class TokenizerConfig:
     NullTokenizer."""
     tokenizer_model: str | None = flag(None, "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file")
     """SentencePiece: the .model file. HuggingFaceTokenizer: a directory, a tokenizer.json, or a name on the hub."""
+    trust_remote_code: bool = flag(False)
+    """Run the code that a Hugging Face tokenizer's directory brings along. Never taken from a checkpoint."""
     vocab_file: str | None = flag(None)
     """GPT2BPETokenizer: the vocab.json file."""
     merge_file: str | None = flag(None)
@@ -141,10 +143,11 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 class HuggingFaceTokenizer:
     """A tokenizer of `transformers`: a directory, a tokenizer.json, or a name on the hub. EOD is its EOS token."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, trust_remote_code: bool = False) -> None:
         if path is None:
             raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
-        self._tokenizer = _load_huggingface(Path(path)) if Path(path).exists() else _load_from_hub(path)
+        load = _load_huggingface if Path(path).exists() else _load_from_hub
+        self._tokenizer = load(path, trust_remote_code)
         self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size: int = max(len(self._tokenizer), max(ids, default=-1) + 1)
@@ -163,14 +166,14 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
-def _load_from_hub(name: str) -> Any:
+def _load_from_hub(name: str, trust_remote_code: bool) -> Any:
     """A tokenizer by its name on the Hugging Face hub, from the local cache if it is there."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         raise ValueError(f"--tokenizer-model {name}: no such file or directory, and no name on the Hugging Face hub")
     from transformers import AutoTokenizer  # here: it takes seconds to import
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the network, the hub, or the files
         reason = str(error).splitlines()[0]
         raise ValueError(
@@ -179,15 +182,16 @@ def _load_from_hub(name: str) -> Any:
         ) from None
 
 
-def _load_huggingface(path: Path) -> Any:
+def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     """A directory, or the directory of a tokenizer.json that has its configuration beside it, or the file alone."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes seconds to import
 
+    path = Path(name)
     if path.is_file() and (path.parent / "tokenizer_config.json").is_file():
         path = path.parent
     try:
         if path.is_dir():
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the libraries below raise bare Exception
         raise ValueError(f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}") from error
@@ -238,9 +242,13 @@ TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
     "GPTSentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
     "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
-    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(config.tokenizer_model),
-    "PretrainedFromHF": lambda config: HuggingFaceTokenizer(config.tokenizer_model),  # DeepSpeed's forks
-    "TokenizerFromFile": lambda config: HuggingFaceTokenizer(config.tokenizer_model),  # BigCode's fork
+    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code),
+    "PretrainedFromHF": lambda config: HuggingFaceTokenizer(
+        config.tokenizer_model, config.trust_remote_code
+    ),  # DeepSpeed's forks
+    "TokenizerFromFile": lambda config: HuggingFaceTokenizer(
+        config.tokenizer_model, config.trust_remote_code
+    ),  # BigCode's fork
     "GPT2BPETokenizer": _gpt2,
     "NullTokenizer": lambda config: NullTokenizer(config.vocab_size),
 }

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.model_space.source import read_whole
+from tests.compare import assert_same
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hf"
 READS_NEW_CONFIGS = int(transformers.__version__.split(".")[0]) >= 5  # the golden configs are of transformers 5
@@ -29,12 +30,6 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
-
-
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
 
 
 def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -69,7 +64,7 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     source = HuggingFaceSource(GOLDEN / name)
     assert source.unused == [] and source.training is None
     assert write_huggingface(source, tmp_path / "out") == []
-    assert_same_tensors(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
+    assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
     found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
     assert_close(found, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)
     if READS_NEW_CONFIGS:
@@ -156,7 +151,7 @@ def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
     assert_close(model_logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
 
     write_huggingface(source, tmp_path / "out", HuggingFaceOptions(max_shard_size=70_000, workers=2))
-    assert_same_tensors(stored_tensors(tmp_path / "out"), stored_tensors(original))
+    assert_same(stored_tensors(tmp_path / "out"), stored_tensors(original))
     assert_close(logits(tmp_path / "out", tokens), expected, atol=1e-5, rtol=0)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in stored_tensors(original).values())

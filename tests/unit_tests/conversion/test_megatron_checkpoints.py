@@ -13,6 +13,7 @@ from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import read_whole
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
+from tests.compare import assert_same, read_all
 
 GOLDEN = Path(__file__).parents[2] / "golden/megatron_lm"
 TORCH_DIST = sorted(path.parent for path in GOLDEN.glob("mcore_*/*/torch_dist*/iter_0000005/.metadata"))
@@ -23,19 +24,10 @@ def legacy_sibling(iteration: Path) -> Path:
     return iteration.parents[1] / "legacy" / iteration.name
 
 
-def values(source):
-    return {key: read_whole(source, key) for key in source.tensors}
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    assert [key for key in first if not torch.equal(first[key], second[key])] == []
-
-
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
 def test_every_form_of_one_state_is_the_same_in_model_space(directory):
     stored, legacy = TorchDistSource(directory), LegacySource(legacy_sibling(directory))
-    assert_same(values(stored), values(legacy))
+    assert_same(read_all(stored), read_all(legacy))
     assert len(stored.tensors) % 4 == 0, "a weight, a main parameter and two moments each"
     assert stored.training.param_groups == legacy.training.param_groups
     assert stored.training.scheduler == legacy.training.scheduler
@@ -117,20 +109,20 @@ def by_weight_decay(groups):
 @pytest.mark.parametrize("case", ["llama_fp32_tp2pp2", "gpt2_fp32_tp2pp2", "llama_bf16_tp2_nodistopt"])
 def test_reshaped_and_back(case, tp, pp, vpp, tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1" / case / "legacy/iter_0000005")
-    expected = values(source)
+    expected = read_all(source)
     write_legacy(source, tmp_path / "reshaped", Layout.of(4, tp, pp, vpp))
     reshaped = LegacySource(tmp_path / "reshaped")
-    assert_same(values(reshaped), expected)
+    assert_same(read_all(reshaped), expected)
     write_torch_dist(reshaped, tmp_path / "torch_dist", files=2)
     back = TorchDistSource(tmp_path / "torch_dist")
-    assert_same(values(back), expected)
+    assert_same(read_all(back), expected)
     assert back.training.param_groups == source.training.param_groups
 
 
 def test_plain_dcp_reads_what_we_write(tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/legacy/iter_0000005")
     write_torch_dist(source, tmp_path / "out", files=3)
-    expected = values(source)
+    expected = read_all(source)
     state = {key: torch.empty_like(value) for key, value in expected.items()}
     torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "out")
     assert_same(state, expected)

@@ -90,7 +90,7 @@ def test_links_stay_in_the_directory_or_in_the_cache(model: Path, tmp_path: Path
 def test_a_universal_directory_names_one_of_its_own(name: str, tmp_path: Path) -> None:
     write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
     (tmp_path / "universal/latest_universal").write_text(name)
-    with pytest.raises(CheckpointError, match="latest_universal: the name in it is .*, but must be the name of a file"):
+    with pytest.raises(ValueError, match="latest_universal: the name in it is .*, but must be the name of a file"):
         convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
 
 
@@ -166,3 +166,63 @@ def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer/tokenizer.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to"):
         exported(tmp_path, {}, Options(tokenizer=tmp_path / "tokenizer"))
+
+
+# Planted links, sizes, headers, names.
+
+
+def test_a_planted_link_is_not_emptied(model: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("data")
+    (tmp_path / ".out.converting").symlink_to(victim)
+    with pytest.raises(ValueError, match=r"\.out\.converting is a link"):
+        convert(model, tmp_path / "out", "torch_dist")
+    assert (victim / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    "field, value", [("num_hidden_layers", 10**8), ("num_hidden_layers", 2**40), ("vocab_size", -1)]
+)
+def test_sizes_are_plausible(field: str, value: int, model: Path, tmp_path: Path) -> None:
+    """A loop over 10^8 layers ended for want of memory."""
+    edit(model / "config.json", lambda config: config.update({field: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field} is {value}, but must be a whole number"):
+        convert(model, tmp_path / "out", "torch_dist")
+
+
+def rewrite_header(path: Path, change) -> None:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = change(content[8:end])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+
+
+def with_entry(name: str, **fields):
+    def change(header: bytes) -> bytes:
+        value = json.loads(header)
+        value[name] |= fields
+        return json.dumps(value).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (with_entry("model.norm.weight", data_offsets=[0, 128]), "begins at byte"),  # overlaps another
+        (with_entry("model.norm.weight", data_offsets=[-128, 0]), "data_offsets.* must be a whole number"),
+        (with_entry("model.norm.weight", shape=[1] * 100), "shape is .* must be a list of 0 to 64 entries"),
+        (with_entry("model.norm.weight", shape=[2**40]), "shape .* needs"),
+        (with_entry("model.norm.weight", dtype="I32"), "integers are no weights"),
+        (lambda header: header.replace(b"{", b'{"model.norm.weight":{},', 1), "a name is there twice"),
+        (lambda header: b"[" * 5000 + b"]" * 5000, "nested too deep"),
+        (lambda header: header.replace(b"model.norm.weight", b"model\\nintact\\u001b[2Jx"), "a printable name"),
+    ],
+)  # fmt: skip
+def test_safetensors_headers(change, message: str, tmp_path: Path) -> None:
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "model")
+    rewrite_header(tmp_path / "model/model.safetensors", change)
+    with pytest.raises(ValueError, match=message) as caught:
+        convert(tmp_path / "model", tmp_path / "out", "torch_dist")
+    assert str(caught.value).isprintable()

@@ -1,6 +1,7 @@
 """Layers never import upwards, and packages of one layer do not import each other."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -64,3 +65,15 @@ def test_dist_checkpointing_knows_no_model_flags_or_topology():
 def test_library_code_does_not_import_scripts():
     for path in (ROOT / "megatron").rglob("*.py"):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("tools", "pretrain_gpt", "tests")}, path
+
+
+def test_the_walks_name_files_that_exist():
+    """Each of the walks of docs/architecture.md is at most a dozen files, in their places."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    walks = page.partition("## Three walks")[2].partition("\n## ")[0].split("\n\n**")[1:]
+    assert len(walks) == 3
+    for walk in walks:
+        files = re.findall(r"^\d+\. `([^`]+)`", walk, re.MULTILINE)
+        assert 2 <= len(files) <= 12
+        for name in files:
+            assert (ROOT / name).exists() or (ROOT / "megatron" / name).exists(), name

@@ -1,5 +1,7 @@
 """Damage of any byte of any file is found, and explained."""
 
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -158,3 +160,38 @@ def test_foreign_checkpoints_have_no_checksums(tmp_path):
     assert report.ok and not report.has_checksums and len(report.notes) == 2
     with pytest.raises(CheckpointError, match="written without checksums"):
         load({"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}, tmp_path / "c", verify=True)
+
+
+def with_manifest(pristine, tmp_path, **changes):
+    """A copy without our checksums, and with the list of hashes that Megatron-LM's --verify-integrity leaves."""
+    directory = tmp_path / "c"
+    shutil.copytree(pristine, directory)
+    (directory / "checksums.json").unlink(missing_ok=True)
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    (directory / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files} | changes))
+    return directory
+
+
+def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
+    directory = with_manifest(pristine, tmp_path)
+    report = verify(directory)
+    assert report.ok and report.has_checksums and not any("integrity.json" in note for note in report.notes)
+    shard = sorted(directory.glob("*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert verify(directory).problems == [f"{shard}: damaged: its content is not what integrity.json vouches for"]
+    shard.unlink()
+    assert any("integrity.json names it, but it cannot be read" in problem for problem in verify(directory).problems)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"algorithm": "md5"}, "unknown algorithm 'md5', only sha256 is known"),
+        ({"files": {"../escape": "0"}}, "the name of a file, without a path"),
+        ({"files": ["a"]}, "a dictionary"),
+    ],
+)
+def test_a_list_of_hashes_that_is_none_is_named(pristine, tmp_path, changes, message):
+    assert any(message in problem for problem in verify(with_manifest(pristine, tmp_path, **changes)).problems)

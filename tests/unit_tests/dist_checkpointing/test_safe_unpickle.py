@@ -20,6 +20,7 @@ import torch
 from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads
+from tests.compare import assert_same
 
 
 def saved(value) -> bytes:
@@ -35,26 +36,6 @@ def archive_with(pickled: bytes) -> bytes:
     writer.write_record("data.pkl", pickled, len(pickled))
     writer.write_end_of_file()
     return writer_buffer.getvalue()
-
-
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(b, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-    elif isinstance(b, np.ndarray):
-        assert a.dtype == b.dtype and np.array_equal(a, b)
-    elif isinstance(b, dict):
-        assert list(a) == list(b)
-        for key in b:
-            assert_same(a[key], b[key])
-    elif isinstance(b, (list, tuple)) and type(b) is not torch.Size:
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(b, argparse.Namespace):
-        assert_same(vars(a), vars(b))
-    else:
-        assert a == b
 
 
 HONEST = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny_ddp_model import (
     assemble,
-    assert_same,
     backward_pass,
     batch,
     boxes_of,
@@ -18,6 +17,7 @@ from tiny_ddp_model import (
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
+from tests.compare import assert_same
 
 STEPS = 22
 ADAM = {"lr": 0.005, "weight_decay": 0.1, "adam_eps": 1e-5, "clip_grad": 3.0}

@@ -7,7 +7,6 @@ from tiny_ddp_model import (
     PADDED_VOCAB,
     VOCAB,
     TinyModel,
-    assert_same,
     backward_pass,
     batch,
     build,
@@ -19,6 +18,7 @@ from tiny_ddp_model import (
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from tests.compare import assert_same
 
 ONE = ParallelState.for_rank(ParallelConfig())
 BUCKETS = DistributedDataParallelConfig(ddp_bucket_size=600, overlap_grad_reduce=True)

@@ -5,11 +5,12 @@ import logging
 
 import pytest
 import torch
-from tiny_ddp_model import HIDDEN, PADDED_VOCAB, VOCAB, assemble, assert_same, boxes_of, build, fill, run, snapshot
+from tiny_ddp_model import HIDDEN, PADDED_VOCAB, VOCAB, assemble, boxes_of, build, fill, run, snapshot
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
+from tests.compare import assert_same
 
 ONE = ParallelState.for_rank(ParallelConfig())
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=500)

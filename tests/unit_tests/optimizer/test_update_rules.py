@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny_ddp_model import HIDDEN, LAYERS, assemble, assert_same, build, train
+from tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.module import Normal, ParamInfo, make_parameter
@@ -12,6 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.ademamix import slow_beta, slow_weight
 from megatron.core.optimizer.muon import MatrixLayout, Muon, orthogonalize, scale_factor
 from megatron.core.parallel_state import ParallelConfig, ParallelState
+from tests.compare import assert_same
 
 ONE = ParallelState.for_rank(ParallelConfig())
 ADEMAMIX = {

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron.core.datasets import IndexedDataset
+from tests.processes import children_of, is_running, wait_until
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).parents[3]
@@ -191,21 +191,7 @@ def heed_interrupts():
 
 
 def wait_for_progress(tmp_path):
-    deadline = time.monotonic() + 60
-    while "docs/s" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert "docs/s" in (tmp_path / "log").read_text()
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: "docs/s" in (tmp_path / "log").read_text())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -223,10 +209,7 @@ def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
     left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
     assert not [path for path in left if path.suffix in (".bin", ".idx")]
     assert number == signal.SIGKILL or not left
-    deadline = time.monotonic() + 20
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_running, workers))
+    wait_until(lambda: not any(map(is_running, workers)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

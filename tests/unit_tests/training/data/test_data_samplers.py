@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.data.microbatches import build_batch_schedule
 from megatron.training.data.samplers import CyclicStream, DataIterator, DataLoaderConfig
+from tests.processes import children_of, is_running, wait_until
 
 ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm"
@@ -135,17 +135,6 @@ def test_an_error_of_a_sample_reaches_the_training_process():
             next(iterator)
 
 
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
     before = set(children_of(os.getpid()))
@@ -189,14 +178,6 @@ def test_no_worker_outlives_the_training_process(end, code):
         process.kill()
         wait_until(lambda: not any(map(is_running, workers)))
     assert process.wait(timeout=30) == code
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_bad_options():

@@ -7,6 +7,7 @@ import sentencepiece
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.training.checkpoint.args import ALSO_TAKEN
 from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"
@@ -186,3 +187,16 @@ def test_files_of_another_kind(tmp_path, sentencepiece_models):
         build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk)))
     with pytest.raises(ValueError, match="has no end-of-sentence piece"):
         build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")))
+
+
+def test_code_of_a_tokenizer_runs_only_if_the_user_says_so(tmp_path):
+    """A directory may bring a class along: without a word of the user it is neither run nor asked about."""
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\nclass Evil:\n    pass\n")
+    with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
+    assert not (tmp_path / "ran").exists()
+    assert "trust_remote_code" not in ALSO_TAKEN

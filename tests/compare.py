@@ -1,0 +1,36 @@
+"""What tests compare with: every tensor of a source, and equality to the bit of anything that a file holds."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.conversion.model_space.source import Source, read_whole
+
+
+def read_all(source: Source) -> dict[str, torch.Tensor]:
+    """Every tensor of `source` by its key."""
+    return {key: read_whole(source, key) for key in source.tensors}
+
+
+def assert_same(a: Any, b: Any, place: str = "") -> None:
+    """The same types, structure and values; tensors and arrays to the bit, mappings in any order."""
+    assert type(a) is type(b), (place, type(a), type(b))
+    if isinstance(b, argparse.Namespace):
+        return assert_same(vars(a), vars(b), place)
+    if isinstance(b, dict):
+        assert a.keys() == b.keys(), (place, a.keys() ^ b.keys())
+        for key in b:
+            assert_same(a[key], b[key], f"{place}/{key}")
+    elif isinstance(b, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), place
+    elif isinstance(b, np.ndarray):
+        assert a.dtype == b.dtype and np.array_equal(a, b), place
+    elif isinstance(b, (list, tuple)) and type(b) is not torch.Size:
+        assert len(a) == len(b), place
+        for number, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{place}[{number}]")
+    else:
+        assert a == b, (place, a, b)
+    return None

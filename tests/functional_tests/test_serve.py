@@ -1,0 +1,61 @@
+"""examples/serve: what the server refuses, and that one idle client does not keep the others waiting."""
+
+import importlib.util
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("serve_example", ROOT / "examples/serve/serve.py")
+assert spec is not None and spec.loader is not None
+serve = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = serve
+spec.loader.exec_module(serve)
+
+
+@pytest.fixture
+def server():
+    """Answers with the prompt: what is tested stands before the model."""
+    server = serve.Server(("127.0.0.1", 0), lambda prompt, **options: prompt, ["127.0.0.1"])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server, body: bytes, host: str = "127.0.0.1", length: str | None = None) -> tuple[int, dict]:
+    with socket.create_connection(server.server_address) as client:
+        length = str(len(body)) if length is None else length
+        client.sendall(f"POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(content)
+
+
+def test_an_idle_client_keeps_nobody_waiting(server) -> None:
+    with socket.create_connection(server.server_address):
+        assert ask(server, b'{"prompt": "x"}') == (200, {"text": "x"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{}", b'{"prompt": 1}', b'{"prompt": ""}', b'{"prompt": "x", "seed": -1}', b'{"prompt": "x", "y": 1}',
+     b'{"prompt": "x", "max_new_tokens": 1e9}', b'{"prompt": "x", "max_new_tokens": 1000000}',
+     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": true}', b"[" * 100_000],
+)  # fmt: skip
+def test_bad_requests_are_told_what_is_wrong(body: bytes, server) -> None:
+    status, answer = ask(server, body)
+    assert status == 400 and answer["error"] and "0x" not in answer["error"]
+
+
+def test_sizes_and_hosts(server) -> None:
+    assert ask(server, b"", length="99999999999")[0] == 413
+    assert ask(server, b"", length="-1")[0] == 413
+    assert ask(server, b'{"prompt": "x"}', host="evil.example")[0] == 403
+    assert ask(server, b'{"prompt": "x"}', host=f"127.0.0.1:{server.server_port}")[0] == 200
