@@ -233,6 +233,10 @@ def _sentencepiece(of: type[SentencePieceTokenizer]) -> Callable[[TokenizerConfi
     return lambda config: of(_path(config.kind, "--tokenizer-model", config.tokenizer_model))
 
 
+def _huggingface(config: TokenizerConfig) -> Tokenizer:
+    return HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+
+
 def _gpt2(config: TokenizerConfig) -> Tokenizer:
     vocab_file = _path(config.kind, "--vocab-file", config.vocab_file)
     return GPT2BPETokenizer(vocab_file, _path(config.kind, "--merge-file", config.merge_file))
@@ -242,7 +246,7 @@ TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
     "GPTSentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
     "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
-    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code),
+    "HuggingFaceTokenizer": _huggingface,
     "PretrainedFromHF": lambda config: HuggingFaceTokenizer(
         config.tokenizer_model, config.trust_remote_code
     ),  # DeepSpeed's forks
