@@ -55,7 +55,8 @@ class _Task:
     args: tuple[Any, ...]
     rank: int
     world_size: int
-    store: str
+    store_port: int
+    run: int
     timeout: float
 
 
@@ -73,6 +74,7 @@ class DistributedPool:
         self.max_workers = max_workers
         self._workers: list[_Worker] = []
         self._directory: Path | None = None
+        self._store: dist.TCPStore | None = None  # outlives every worker
         self._runs = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -85,10 +87,12 @@ class DistributedPool:
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}")
-        workers, directory = self._start(world_size)
+        workers = self._start(world_size)
         self._runs += 1
-        store = str(directory / f"store_{self._runs}")
-        tasks = [_Task(function, args, rank, world_size, store, timeout) for rank in range(world_size)]
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
+        tasks = [_Task(function, args, rank, world_size, port, self._runs, timeout) for rank in range(world_size)]
         for worker, message in zip(workers, [_encode(task) for task in tasks], strict=True):
             worker.connection.send_bytes(message)
         return self._collect(workers, timeout)
@@ -105,8 +109,8 @@ class DistributedPool:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _start(self, count: int) -> tuple[list[_Worker], Path]:
-        """The first `count` workers and their directory; new ones are spawned together, to import in parallel."""
+    def _start(self, count: int) -> list[_Worker]:
+        """The first `count` workers; new ones are spawned together, to import in parallel."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
         if self._directory is None:
@@ -119,7 +123,7 @@ class DistributedPool:
             if not worker.connection.poll(START_TIMEOUT) or _receive(worker) != (READY, None):
                 self.close()
                 raise RuntimeError(f"a pool worker did not start within {START_TIMEOUT:.0f} s")
-        return self._workers[:count], self._directory
+        return self._workers[:count]
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Any]:
         """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to explain theirs."""
@@ -212,13 +216,10 @@ def _answer(message: bytes) -> bytes:
         task = _decode(message)
         rank = task.rank
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(task.world_size))
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{task.store}",
-            rank=rank,
-            world_size=task.world_size,
-            timeout=timedelta(seconds=task.timeout),
-        )
+        timeout = timedelta(seconds=task.timeout)
+        client = dist.TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
+        store = dist.PrefixStore(str(task.run), client)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=timeout)
         result = task.function(rank, task.world_size, *task.args)
         dist.barrier()  # nobody closes a connection that another rank still reads from
         return pickle.dumps((RESULT, result))

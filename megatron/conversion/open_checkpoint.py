@@ -20,7 +20,7 @@ from megatron.conversion.huggingface.reader import HuggingFaceSource, is_hugging
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy, legacy_faults
 from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource, is_torch_dist, torch_dist_faults
 from megatron.conversion.model_space.source import Source
-from megatron.core.dist_checkpointing import CheckpointError, read_tracker
+from megatron.core.dist_checkpointing import CheckpointError, on_branch, read_lineage, read_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
         if step is not None:
             raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}")
         reason = f"{reason}, but {problem}"
-    others = [directory for directory in newest_first(root) if directory != named]
+    others = [directory for directory in newest_first(root, named) if directory != named]
     if reason is None and not others:
         return None
     reason = reason or "there is no tracker file"
@@ -122,12 +122,15 @@ def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | N
     return (None, None) if named is None else (checkpoint_directory(root, named), f"the tracker names {named}")
 
 
-def newest_first(root: Path) -> list[Path]:
+def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     """The checkpoints in `root`, whole or not, in the order in which they stand in for one that is lost.
 
-    The one place that decides which of two checkpoints is newer.
+    The one place that decides which of two checkpoints is newer: of iterations, those on the branch that ends with
+    `head` count, without one those on the branch of the latest start (see `dist_checkpointing.lineage`).
     """
-    numbered = {iteration_directory(root, iteration): iteration for iteration in saved_iterations(root)}
+    lineages = {i: read_lineage(iteration_directory(root, i)) for i in saved_iterations(root)}
+    end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
+    numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
     for path in root.glob("global_step*_universal"):
         if (match := _UNIVERSAL.fullmatch(path.name)) is not None:
             numbered[path] = int(match[1])

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+DISCARDED = ".discarded-"  # prefix of a directory that is being removed
 REPLACED = ".replaced-"  # prefix of a directory between the two renames of `put_in_place`
 
 
@@ -98,6 +99,16 @@ def _name_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
     temporary.unlink()
 
 
+def write_flushed(path: Path, *parts: bytes) -> None:
+    """A file in a directory that has no name yet: durable with `fsync_directory`, but not all or nothing."""
+    with naming(path), path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """`path` has either its old content or all of the new one, whenever the machine stops."""
     with committed(path) as temporary:
@@ -146,6 +157,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory that others may still be writing to: under another name first, so that nothing can join it."""
+    aside = directory.with_name(f"{DISCARDED}{directory.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        os.rename(directory, aside)
+    for path in (aside, directory):
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
 def check_free_space(directory: Path, needed: int) -> None:

@@ -82,7 +82,8 @@ class Run:
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     saver: CheckpointSaver
-    started: float = field(default_factory=time.monotonic)  # when the program began
+    clock: Callable[[], float] = time.monotonic  # that of --save-interval-secs and --exit-duration-in-mins
+    started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     loaded: str | None = None  # the checkpoint that it goes on from
     exit_reason: str | None = None  # why it ended before it was complete
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation

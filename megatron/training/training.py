@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -18,9 +18,10 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
-from megatron.training.checkpoint.checkpointing import save_checkpoint
-from megatron.training.checkpoint.hf_export import check_hf_target, save_hf
+from megatron.training.checkpoint.checkpointing import common_state, model_state, save_checkpoint
+from megatron.training.checkpoint.ownership import take_save_directory
 from megatron.training.checkpoint.resume import find_start, load_checkpoint, stored_vocab_size
+from megatron.training.checkpoint.rewrite import check_hf_target, save_hf
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
@@ -50,21 +51,26 @@ def pretrain(
     datasets_provider: DatasetsProvider,
     forward_step: ForwardStep,
     writers: Sequence[Writer] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """The whole life of a run; `writers` get its measurements besides those that the flags ask for.
 
+    `clock` is the time, in seconds, that --save-interval-secs and --exit-duration-in-mins go by.
+
     Raises ValueError for what the user can mend, the same on every rank that can see it.
     """
-    started = time.monotonic()
+    started = clock()
     console.configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
     ps, device = initialize(config.distributed, config.parallel)
+    generation = take_save_directory(config)
     start = find_start(config.checkpoint)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)
     run = build_run(config, ps, device, model_provider, forward_step)
-    run.started = started
+    run.started, run.clock = started, clock
+    run.saver.own(generation)
     check_hf_target(run)
     load_checkpoint(run, start)
     convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
@@ -78,8 +84,9 @@ def pretrain(
             train(run, data, writers)
         _evaluate_at_the_end(run, data, writers)
         if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
-            save_hf(run)
+            save_hf(run, model_state(run), common_state(run))
     data.close()
+    run.saver.check_last_save()
     return run
 
 
@@ -149,13 +156,13 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _saver_closed(run),
         StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
-        decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started)
+        decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock)
         while leave is None and run.state.iteration < run.train_iters:
-            began = time.monotonic()
+            began = run.clock()
             profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, check)
             iteration = run.state.iteration
-            save, leave = decisions.after(iteration, time.monotonic() - began)
+            save, leave = decisions.after(iteration, run.clock() - began)
             if leave is not None and leave.failed:
                 run.saver.stop()
             over = leave is not None or iteration >= run.train_iters
@@ -167,9 +174,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
             if over or save:
-                with log.paused():
-                    check.finish()
-                    _save(run)
+                _save(run, log, check)
             run.saver.after_iteration()
             _report_saves(run, writers)
             if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
@@ -198,9 +203,14 @@ def _is_multiple(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
-def _save(run: Run) -> None:
-    if run.config.checkpoint.save is not None:
-        save_checkpoint(run, run.config.checkpoint.save, run.config.checkpoint.ckpt_format)
+def _save(run: Run, log: TrainingLog, check: FiniteCheck) -> None:
+    """Save, if the last update was finite. Only a save that training waits for anyway waits for the device, too."""
+    config, since = run.config.checkpoint, time.perf_counter()
+    if config.save is None:
+        return check.finish()
+    with nullcontext() if config.async_save else log.paused():
+        check.finish()
+        save_checkpoint(run, config.save, config.ckpt_format, since)
 
 
 def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:

@@ -89,7 +89,7 @@ class Job:
         return int(found[1]) if found else None
 
     def saved(self) -> list[int]:
-        return [int(iteration) for iteration in re.findall(r"> saved \S*iter_(\d+):", self.output())]
+        return [int(iteration) for iteration in re.findall(r"> saved \S*iter_(\d+) in", self.output())]
 
 
 class Launcher:

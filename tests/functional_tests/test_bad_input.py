@@ -245,3 +245,20 @@ def test_a_killed_rank_stops_the_others_with_the_reason(layout):
     assert ranks[0].returncode != 0 and time.monotonic() - killed < 45
     assert "rank 0 of 2" in errors and "another rank has died" in errors
     ranks[1].communicate()
+
+
+def train_elsewhere(rank, world_size, root, flags):
+    """Every rank has its own disk under the same name."""
+    os.chdir(root / str(rank))
+    try:
+        return train(rank, world_size, flags)
+    finally:
+        os.chdir(ROOT)
+
+
+def test_a_save_directory_that_the_ranks_do_not_share(pool, tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    message = r"--save checkpoints is not shared by all ranks: what rank 0 on (\S+) writes .* seen on \1 \(rank 1, 2\)"
+    with pytest.raises(ValueError, match=message):
+        pool.run(train_elsewhere, 3, tmp_path, f"{MOCK} --global-batch-size 12 --save checkpoints")

@@ -38,13 +38,13 @@ def while_training(job, root, rng):
 def while_writing(job, root, rng):
     """In the middle of a save: its shards are being written, or it is being committed."""
     some_iterations(job, rng.randrange(5))
-    job.until(lambda: next(root.glob(".saving-*"), None), "a save")
+    job.until(lambda: next(root.glob(".generation-*/saving-*"), None), "a save")
     time.sleep(rng.uniform(0, 0.01))
 
 
 def while_removing(job, root, rng):
     """In the middle of the removal of an old checkpoint."""
-    job.until(lambda: next(root.glob(".deleting-*"), None), "a removal")
+    job.until(lambda: next(root.glob(".generation-*/deleting-*"), None), "a removal")
 
 
 MOMENTS = [anywhere, while_training, while_writing, while_writing, while_removing]
@@ -88,7 +88,13 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
     final = f"iter_{iterations:07d}"
     assert_same(stored_tensors(root / "crashed" / final), stored_tensors(root / "straight" / final))
     kept = [f"iter_{iterations - back * interval:07d}" for back in (2, 1, 0)]
-    left = sorted(path.name for path in (root / "crashed").iterdir())
+    (generation,) = (root / "crashed").glob(".*")
+    assert [path.name for path in generation.iterdir()] == ["owner.json"], "nothing unfinished is left behind"
+    left = sorted(
+        path.name
+        for path in (root / "crashed").iterdir()
+        if path != generation and path.name not in ("run.json", "runs")
+    )
     assert left == [*kept, "latest_checkpointed_iteration.txt"], "nothing is left behind"
 
 

@@ -111,3 +111,18 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
     expected = undisturbed[0]
     assert sorted(losses) == sorted(expected) == list(range(1, 61))
     assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+def test_a_run_that_was_stopped_yields_to_its_successor(launcher, tmp_path):
+    """Stopped between two saves, continued when the next start has finished: it says who took over, and ends."""
+    flags = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} --load {tmp_path}"
+    stopped = launcher.start(1, f"{flags} --train-iters 1000000")
+    stopped.until_iteration(5)
+    stopped.signal(0, signal.SIGSTOP)
+    stopped.until(lambda: "\nState:\tT" in Path(f"/proc/{stopped.pids[0]}/status").read_text(), "the stop")
+    successor = launcher.run(1, f"{flags} --train-iters {max(stopped.iterations()) + 20}")
+    last = successor.iterations()[-1]
+    stopped.signal(0, signal.SIGCONT)
+    assert stopped.wait() == [1]
+    assert re.search(r"error: .* another start has taken over this directory \(generation 2: .*pid", stopped.output())
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)

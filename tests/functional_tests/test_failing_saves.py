@@ -16,8 +16,24 @@ MODES = ["", "--async-save"]
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+LAST_FAILED = "It was the last save of the run"
+
+
 def names(directory):
-    return sorted(path.name for path in directory.iterdir())
+    """The checkpoints and the tracker; nothing unfinished may be left in the generation that owns the directory."""
+    for generation in directory.glob(".generation-*"):
+        assert [path.name for path in generation.iterdir()] == ["owner.json"]
+    others = ("run.json", "runs")  # the record of the run
+    return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".generation-") and p.name not in others)
+
+
+def run_without_its_last_save(launcher, ranks, flags, **limits):
+    """A run that ends with exit code 1 on all ranks, because its last save failed."""
+    job = launcher.start(ranks, flags, **limits)
+    job.until(job.has_ended)
+    job.kill(*range(1, ranks))  # as launchers do
+    assert job.wait()[0] == 1 and LAST_FAILED in job.output()
+    return job
 
 
 def flags(directory, more="", stop=6):
@@ -56,7 +72,7 @@ def test_a_full_disk(launcher, disk, straight, mode):
     goes on as if nothing had happened."""
     needed = bytes_on(disk, straight, launcher)
     disk.mount(f"size={needed * 3 // 2}")
-    job = launcher.run(1, flags(disk.path, more=mode))
+    job = run_without_its_last_save(launcher, 1, flags(disk.path, more=mode))
     assert job.iterations()[-1] == 6, "training goes on"
     failure = r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ GB, [\d.]+ GB are free.*newest"
     assert len(re.findall(failure, job.output())) == 2 and job.saved() == [2]
@@ -73,8 +89,9 @@ def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
     needed, outcomes = bytes_on(disk, straight, launcher), []
     for pages in (0, 8, 16, *(needed // 4096 - back for back in (24, 16, 10, 8, 6, 5, 4, 3, 2, 1, 0))):
         disk.mount(f"size={max(1, pages) * 4096}")
-        job = launcher.run(1, flags(disk.path, stop=2))
-        outcomes.append(job.saved() == [2])
+        job = launcher.start(1, flags(disk.path, stop=2))
+        outcomes.append(job.wait() == [0])
+        assert outcomes[-1] == (job.saved() == [2])
         if outcomes[-1]:
             assert_whole(disk.path, straight, 2)
         else:
@@ -93,9 +110,11 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
     for spare in range(1, 16):
         used = sum(1 for _ in disk.path.rglob("*")) + 1
         assert disk.remount(f"nr_inodes={used + spare}")
-        job = launcher.run(1, flags(disk.path, mode, stop=4))
-        if job.saved():
+        job = launcher.start(1, flags(disk.path, mode, stop=4))
+        if job.wait() == [0]:
             break
+        if "checkpoints cannot be saved to" in job.output():  # there is no room to take the directory
+            continue
         assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
         assert_whole(disk.path, straight, 2)
     assert spare > 3
@@ -107,7 +126,7 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
 def test_the_kernel_refuses_to_write(launcher, tmp_path, mode, ranks):
     """Every file is cut off in the middle, on all ranks or on the last one alone, while the others write well."""
     limits = [None] * (ranks - 1) + [20_000]
-    job = launcher.run(ranks, flags(tmp_path, more=mode), file_size_limits=limits)
+    job = run_without_its_last_save(launcher, ranks, flags(tmp_path, more=mode), file_size_limits=limits)
     assert job.iterations() == [1, 2, 3, 4, 5, 6]
     failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: (.*)", job.output())
     assert [number for number, _ in failed] == ["2", "4", "6"]
@@ -175,7 +194,7 @@ def test_exit_on_save_failure(launcher, tmp_path, mode):
 def test_legacy_files_that_cannot_be_written(launcher, disk, straight):
     """There is room for the first of the two steps alone: nothing of either stays."""
     disk.mount(f"size={bytes_on(disk, straight, launcher) * 5 // 4}")
-    job = launcher.run(1, flags(disk.path, more="--ckpt-format torch"))
+    job = run_without_its_last_save(launcher, 1, flags(disk.path, more="--ckpt-format torch"))
     failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: .*No space left", job.output())
     assert failed == ["2", "4", "6"] and job.iterations()[-1] == 6
     assert names(disk.path) == []

@@ -10,7 +10,8 @@ MODES = ["", "--async-save"]
 
 
 def kept(directory):
-    assert not list(directory.glob(".*")), "nothing is left of what was removed"
+    (generation,) = directory.glob(".*")
+    assert [path.name for path in generation.iterdir()] == ["owner.json"], "nothing is left of what was removed"
     return sorted(int(path.name.removeprefix("iter_")) for path in directory.glob("iter_*"))
 
 
@@ -35,6 +36,17 @@ def test_best(pool, tmp_path, mode):
     assert sorted(losses) == [2, 4, 6, 8, 10, 12]
     best = sorted(losses, key=losses.get)[:2]
     assert kept(tmp_path) == sorted({*best, 12})
+
+
+def test_after_a_rollback_the_branch_decides(pool, tmp_path):
+    """Back from 10 to 4, then on: 8 and 10 are of a branch that was left, they neither count nor are removed."""
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path}"
+    pool.run(train, 1, f"{flags} --save-interval 2 --exit-interval 10")
+    pool.run(train, 1, f"{flags} --ckpt-step 4 --keep-last-n 2 --exit-interval 6")
+    assert kept(tmp_path) == [5, 6, 8, 10]
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert pool.run(train, 1, f"{flags} --keep-last-n 2 --exit-interval 7")[0].iteration == 7
+    assert kept(tmp_path) == [6, 7, 8, 10], "without the tracker, too, 6 was the newest"
 
 
 def test_the_log_tells_of_it_in_order(launcher, tmp_path):

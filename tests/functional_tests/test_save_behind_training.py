@@ -54,7 +54,8 @@ def test_resuming_from_an_asynchronous_checkpoint_is_bitwise_the_uninterrupted_r
 
 def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
     pool.run(train, 2, f"{SAVING} --save {tmp_path} --no-ckpt-fully-parallel-save --dist-ckpt-workers 1")
-    assert sorted(path.name for path in (tmp_path / "iter_0000008").glob("__1_*")) in ([], ["__1_1.distcp"])
+    written = {rank: sorted(p.name for p in (tmp_path / "iter_0000008").glob(f"__{rank}_*")) for rank in (0, 1)}
+    assert written == {0: ["__0_0.distcp", "__0_1.distcp"], 1: ["__1_1.distcp"]}, "rank 1 has its generators to write"
 
 
 class DirectoryThief(Measurements):
@@ -62,6 +63,8 @@ class DirectoryThief(Measurements):
 
     def interval(self, interval):
         super().interval(interval)
+        if self.reached is not None:
+            self.reached.write_text(str(interval.last.iteration))
         if interval.last.iteration == 3:
             while not (self.root / "latest_checkpointed_iteration.txt").exists():
                 time.sleep(0.01)
@@ -69,18 +72,21 @@ class DirectoryThief(Measurements):
             self.root.write_text("a file")
 
 
-def train_robbed(rank, world_size, root, flags):
+def train_robbed(rank, world_size, root, flags, reached=None):
     thief = DirectoryThief()
-    thief.root = root
+    thief.root, thief.reached = root, reached
     config = parse_args(shlex.split(f"{COMMON} {SAVING} --save {root} {flags}"), world_size)
     return pretrain(config, model_provider, datasets_provider, forward_step, writers=[thief]).state.iteration
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
-    assert pool.run(train_robbed, 2, tmp_path / "checkpoints", mode) == [8, 8]
+    reached = tmp_path / "reached"
+    with pytest.raises(ValueError, match=r"iter_0000008 was not saved: .*It was the last save of the run"):
+        pool.run(train_robbed, 2, tmp_path / "checkpoints", mode, reached)
+    assert reached.read_text() == "8", "training went on to the end"
     assert is_complete(tmp_path / "stolen/iter_0000002"), "the checkpoint before is as it was"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "stolen"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "reached", "stolen"]
 
 
 def test_exit_on_save_failure(pool, tmp_path):

@@ -31,7 +31,7 @@ from megatron.conversion.huggingface.config_rules import (
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_apart, qkv_blocks, stacked, stored_rows
 from megatron.conversion.model_space.source import Shape
-from megatron.core.dist_checkpointing.format.schema import shown
+from megatron.core.dist_checkpointing.format.schema import printable
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 Layout = Callable[[TransformerConfig, Shape], RowMap]
@@ -334,7 +334,7 @@ def family_of(hf: Json) -> Family:
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
-            f"config.json: architecture {shown(architectures[0])} is no {family.architecture}: not supported"
+            f"config.json: architecture {printable(architectures[0])} is no {family.architecture}: not supported"
         )
     return family
 

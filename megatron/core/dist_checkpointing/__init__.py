@@ -11,6 +11,8 @@ from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_t
 from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
+from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.lineage import Lineage, on_branch, read_lineage
 from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
@@ -29,6 +31,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "FileTensor",
+    "Generation",
+    "Lineage",
     "LoadReport",
     "Reader",
     "Request",
@@ -40,6 +44,7 @@ __all__ = [
     "ShardedTensor",
     "StoredChunk",
     "StoredTensor",
+    "SupersededError",
     "UnsafePickleError",
     "VerifyReport",
     "clean_up",
@@ -50,6 +55,8 @@ __all__ = [
     "load_common",
     "map_keys",
     "missing_or_truncated",
+    "on_branch",
+    "read_lineage",
     "read_metadata",
     "read_tracker",
     "safe_load",

@@ -7,20 +7,21 @@ import os
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.durable_files import REPLACED, remove, restore_replaced, write_durably
+from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"
-CHECKSUMS = "checksums.json"
+CHECKSUMS = "checksums.bin"
+OLD_CHECKSUMS = "checksums.json"
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_PENDING = ".saving-"
+_PENDING, _DELETING = ".saving-", ".deleting-"
 
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
@@ -56,7 +57,7 @@ def pending_directory(directory: Path, save_id: str) -> Path:
 def remove_unfinished(directory: Path) -> None:
     """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be running."""
     for path in directory.parent.glob(f"{_PENDING}{glob.escape(directory.name)}-*"):
-        remove(path)
+        discard(path)
 
 
 def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
@@ -72,8 +73,8 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
         if path.name.startswith(REPLACED):
             if restore_replaced(path, root):
                 continue
-        elif not path.name.startswith((_PENDING, TRACKER + ".tmp")):
+        elif not path.name.startswith((_PENDING, _DELETING, DISCARDED, TRACKER + ".tmp")):
             continue
-        remove(path)
+        discard(path)
         removed.append(path.name)
     return removed

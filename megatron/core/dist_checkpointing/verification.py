@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, OLD_CHECKSUMS
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
 from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.schema import file_name, mapping, record, text
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.loading.block_verifier import read_checksums
+from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums, read_checksums
 from megatron.core.dist_checkpointing.loading.reader import read_metadata
 
 _READ_SIZE = 8 * BLOCK_SIZE
@@ -60,7 +61,7 @@ def verify(
     try:
         sums = read_checksums(path)
     except CheckpointError as error:
-        if (path / CHECKSUMS).exists():
+        if find_checksums(path) is not None:
             report.problems.append(str(error))
         else:
             report.notes.append(str(error))
@@ -68,7 +69,7 @@ def verify(
     report.has_checksums = True
     if metadata is not None:
         unprotected = metadata.file_sizes().keys() - sums.keys()
-        report.problems += [f"{path / name}: {CHECKSUMS} knows no such file" for name in sorted(unprotected)]
+        report.problems += [f"{path / name}: there are no checksums of it" for name in sorted(unprotected)]
     with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
         for problem in pool.map(lambda name: _check_content(path / name, sums[name], progress), sorted(sums)):
             report.problems += problem
@@ -82,7 +83,7 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked for.
     """
     path, problems = Path(directory), []
-    if (path / CHECKSUMS).exists():
+    if find_checksums(path) is not None:
         exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
     else:
         exact, sizes = False, read_metadata(path).file_sizes()
@@ -131,7 +132,15 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, CHECKSUMS, INTEGRITY} | metadata.file_sizes().keys()
+    known = {
+        METADATA,
+        METADATA_JSON,
+        COMMON,
+        CHECKSUMS,
+        OLD_CHECKSUMS,
+        LINEAGE,
+        INTEGRITY,
+    } | metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata

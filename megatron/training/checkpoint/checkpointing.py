@@ -16,16 +16,16 @@ from megatron.conversion.megatron_lm.objects import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
-from megatron.training.checkpoint.legacy_save import rewriting_as_legacy
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
+from megatron.training.checkpoint.rewrite import rewriting_as_legacy
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
-    """Save the run under `root` and move the tracker. Collective."""
+def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None) -> None:
+    """Save the run under `root` and move the tracker. Training waits since `since` (time.perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
     state: ShardedStateDict = {**model, **extra_states(model)}
@@ -34,7 +34,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str) -> None:
     if not config.no_save_rng:
         state |= _generators(run)
     rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite)
+    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
 
 
 def _generators(run: Run) -> ShardedStateDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -15,13 +14,12 @@ from megatron.conversion.model_space.load import load_from_source
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key
 from megatron.conversion.open_checkpoint import Found, Hints, find_checkpoint, open_found
-from megatron.core.dist_checkpointing import clean_up, load, read_metadata
+from megatron.core.dist_checkpointing import load, read_metadata
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.retention import remove_leftovers
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.launch.initialize import seed_everything
@@ -45,8 +43,7 @@ class Start(NamedTuple):
 def find_start(config: CheckpointConfig) -> Start | None:
     """The checkpoint to go on from; None: from scratch, if that is what the flags mean. Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree; it also makes sure that --save
-    can be written to, and removes what saves and removals that were cut off left there. ValueError for a --load without
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
     a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     answer = Coordination.of(None).at_coordinator(lambda: _prepare(config))
@@ -63,10 +60,6 @@ def find_start(config: CheckpointConfig) -> Start | None:
 
 def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:
     """On rank 0: what to load, and whether only its weights count."""
-    if config.save is not None:
-        check_writable(config.save)
-        clean_up(config.save)
-        remove_leftovers(config.save)
     found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
     if found is not None:
         if found.note is not None:
@@ -107,16 +100,6 @@ def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> Non
     )
 
 
-def check_writable(root: str | Path) -> None:
-    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
-
-
 def stored_vocab_size(start: Start | None) -> int | None:
     """Tokens of the model in the checkpoint to load; None if there is none.
 
@@ -135,6 +118,8 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
     if start is None:
         return
     found, weights_only = start.directory, start.weights_only
+    if not weights_only:
+        run.saver.continue_from(found)
     if start.source is not None:
         load_foreign(run, start.source, weights_only, model_state(run))
         return

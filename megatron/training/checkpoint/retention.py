@@ -1,7 +1,7 @@
 """Which checkpoints of a run are kept, and the removal of the others.
 
-Nothing is removed before its successor is durable and the tracker names it. A removal is a rename to a name that never
-looks like a checkpoint, made durable, and only then the files go: whenever the machine stops, what has the name of a
+Nothing is removed before its successor is durable and the tracker names it. A removal is a rename into the generation
+of the run, made durable, and only then the files are removed: whenever the machine stops, what has the name of a
 checkpoint is whole.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from pathlib import Path
 
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE
 from megatron.conversion.open_checkpoint import iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing import is_complete, load_common, read_tracker
+from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
 from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import fsync_directory, remove
 
 VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
-_DELETING = ".deleting-"
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,10 @@ class RetentionPolicy:
 
 
 def to_delete(saved: Collection[int], newest: int, policy: RetentionPolicy, losses: Mapping[int, float]) -> list[int]:
-    """The iterations of `saved` that no rule keeps, in order; `newest` is the one just committed.
-
-    Checkpoints after `newest` are of a branch that the run has left (--ckpt-step): they neither count nor go.
-    """
+    """The iterations of `saved`, all of one branch, that no rule keeps, in order; `newest` was just committed."""
     if not policy.deletes:
         return []
-    present = sorted(iteration for iteration in {*saved, newest} if iteration <= newest)
+    present = sorted({*saved, newest})
     kept = set(present[-(policy.keep_last_n or 1) :])
     if policy.save_retain_interval is not None:
         kept |= {iteration for iteration in present if iteration % policy.save_retain_interval == 0}
@@ -58,35 +53,41 @@ def to_delete(saved: Collection[int], newest: int, policy: RetentionPolicy, loss
 
 
 class Retention:
-    """Applies a policy to one directory of checkpoints; used by one rank.
+    """Applies a policy to the directory of checkpoints that `generation` owns; used by rank 0.
 
-    After every commit `apply`; before the next save `wait`, so that it finds the room; `close` at the end.
+    After every commit `apply`; before the next save writes anything `wait`, so that it finds the room; `close` at the
+    end. What there is is looked up once: nobody else may change the directory.
     """
 
-    def __init__(self, policy: RetentionPolicy) -> None:
-        self._policy = policy
-        self._losses: dict[int, float] = {}
+    def __init__(self, policy: RetentionPolicy, generation: Generation) -> None:
+        self._policy, self._generation = policy, generation
+        self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
         self._remover: Workers | None = None
         self._removals: list[Future[None]] = []
 
-    def apply(self, root: Path) -> list[Path]:
-        """Give the checkpoints to remove another name, and remove them in the background; returns what they were.
+    def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
+        """Put aside what `newest`, just committed with this `lineage` and validation loss, makes superfluous.
 
-        Does nothing unless the tracker names a complete checkpoint: it is the one that makes the others superfluous.
+        The files are removed in the background. Returns the directories. Checkpoints of other branches neither count
+        nor go.
         """
-        newest = read_tracker(root)
-        if not isinstance(newest, int) or not holds_checkpoint(iteration_directory(root, newest)):
+        if not self._policy.deletes:
             return []
-        saved = [i for i in saved_iterations(root) if holds_checkpoint(iteration_directory(root, i))]
-        if self._policy.keep_best_n is not None:
-            self._read_losses(root, saved)
-        directories = [iteration_directory(root, i) for i in to_delete(saved, newest, self._policy, self._losses)]
-        doomed = [_put_aside(directory) for directory in directories]
+        root = self._generation.root
+        if self._losses is None:
+            self._losses = self._find(lineage)
+        self._losses[newest] = loss
+        superfluous = to_delete(self._losses, newest, self._policy, self._losses)
+        doomed = []
+        for iteration in superfluous:
+            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                doomed.append(self._generation.put_aside(iteration_directory(root, iteration)))
+            del self._losses[iteration]
         if doomed:
             fsync_directory(root)  # no removal may become durable before the renames
             self._remover = self._remover or Workers(1, "checkpoint-remover")
             self._removals += [self._remover.submit(partial(_remove, path)) for path in doomed]
-        return directories
+        return [iteration_directory(root, iteration) for iteration in superfluous]
 
     def wait(self) -> None:
         """Return when everything that was put aside is removed."""
@@ -100,23 +101,19 @@ class Retention:
             self._remover.close()
             self._remover = None
 
-    def _read_losses(self, root: Path, saved: Collection[int]) -> None:
-        for iteration in saved:
-            if iteration not in self._losses:
-                self._losses[iteration] = _stored_loss(iteration_directory(root, iteration))
+    def _find(self, lineage: Lineage) -> dict[int, float]:
+        """The checkpoints on the branch that ends with `lineage`, and their losses."""
+        found = {}
+        for iteration in saved_iterations(self._generation.root):
+            directory = iteration_directory(self._generation.root, iteration)
+            if holds_checkpoint(directory) and lineage.includes(read_lineage(directory)):
+                found[iteration] = _stored_loss(directory) if self._policy.keep_best_n is not None else math.nan
+        return found
 
 
 def holds_checkpoint(directory: Path) -> bool:
     """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole under their name."""
     return is_complete(directory) or any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
-
-
-def remove_leftovers(root: str | Path) -> list[str]:
-    """Finish the removals that a crash cut off; returns the removed names. No run may be saving to `root`."""
-    leftovers = sorted(Path(root).glob(f"{_DELETING}*"))
-    for path in leftovers:
-        _remove(path)
-    return [path.name for path in leftovers]
 
 
 def _stored_loss(directory: Path) -> float:
@@ -125,13 +122,6 @@ def _stored_loss(directory: Path) -> float:
         return float(load_common(directory).get(VALIDATION_LOSS, math.nan))
     except (OSError, ValueError):
         return math.nan
-
-
-def _put_aside(directory: Path) -> Path:
-    aside = directory.with_name(_DELETING + directory.name)
-    _remove(aside)  # of an earlier removal that could not be finished
-    os.rename(directory, aside)
-    return aside
 
 
 def _remove(path: Path) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.conversion.open_checkpoint import iteration_directory, iteration_of
-from megatron.core.dist_checkpointing import AsyncSaver, SaveReport, staging_for_waiting, write_tracker
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    Generation,
+    Lineage,
+    SaveReport,
+    read_lineage,
+    staging_for_waiting,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.training.checkpoint.retention import Retention, RetentionPolicy
+from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting import console
 
@@ -20,30 +29,47 @@ logger = logging.getLogger(__name__)
 
 
 class SaveFailedError(ValueError):
-    """A checkpoint could not be saved, and the run was told to stop then (--exit-on-save-failure)."""
+    """A checkpoint could not be saved, and the run must not go on, or not end as if all were well."""
 
 
 class CheckpointSaver:
     """One saver for the whole run, so that plan and host buffers are made once.
 
-    Sequence of calls, on all ranks: `save` after an iteration; `before_update` before the optimizer changes anything;
-    `after_iteration` now and then; `close` at the end. A save that fails is reported and leaves the previous checkpoint
-    the newest; training goes on, unless --exit-on-save-failure: then `save` and `close` raise SaveFailedError, while a
-    save behind training sets `failure`: the ranks notice at different times, and must call `stop` together.
+    Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an iteration; `before_update`
+    before the optimizer changes anything; `after_iteration` now and then; `close` and `check_last_save` at the end. A
+    save that fails is reported and leaves the previous checkpoint the newest; training goes on, unless
+    --exit-on-save-failure is given or another start has taken over the directory: then `save` and `close` raise
+    SaveFailedError, while a save behind training sets `failure`: the ranks notice at different times, and must call
+    `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._saver: AsyncSaver | None = None
-        self._retention = Retention(
-            RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
-        )
+        self._policy = RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
+        self._generation: Generation | None = None
+        self._retention: Retention | None = None
+        self._start: Lineage | None = None  # of the checkpoint that this start went on from
+        self._parent: int | None = None  # iteration of the checkpoint before
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[SaveReport] = []
         self._removals: list[tuple[int, str]] = []  # level and text, told after the save that made room
-        self._waited = 0.0  # seconds that the last save had to wait for the one before
+        self._waited = 0.0  # seconds that training waited before the last save could begin
+        self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
+
+    def own(self, generation: Generation | None) -> None:
+        """Save to the directory of `generation` as its owner."""
+        self._generation = generation
+        if generation is not None:
+            self._retention = Retention(self._policy, generation)
+
+    def continue_from(self, loaded: Path) -> None:
+        """Checkpoints descend from `loaded`, if that lies in the directory that they are saved to."""
+        if self._generation is not None and loaded.parent.resolve() == self._generation.root.resolve():
+            self._start = read_lineage(loaded)
+            self._parent = self._start.iteration
 
     def save(
         self,
@@ -52,20 +78,38 @@ class CheckpointSaver:
         iteration: int,
         common: dict[str, Any],
         rewrite: Rewrite | None = None,
+        since: float | None = None,
     ) -> None:
         """Begin a save under `root`, waiting for the one before; without --async-save also end it.
 
-        `rewrite` puts it into another form before it has its name.
+        `rewrite` puts it into another form before it has its name. Training waits since `since` (time.perf_counter).
         """
+        since = time.perf_counter() if since is None else since
         if self._saver is None:
             self._saver = self._make_saver()
-        began = time.perf_counter()
         self.finish()
-        self._retention.wait()
-        self._waited = time.perf_counter() - began
-        directory = iteration_directory(root, iteration)
-        on_commit = self._committing(root, iteration)
-        self._saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite)
+        generation = self._generation if self._generation is not None and root == self._generation.root else None
+        lineage = self._lineage(generation, iteration)
+        loss = common.get(VALIDATION_LOSS, math.nan)
+
+        def on_commit() -> None:
+            if generation is None:  # --ckpt-convert-save
+                write_tracker(root, iteration)
+                return
+            generation.move_tracker(iteration)
+            self._remove_superseded(iteration, lineage, loss)
+
+        self._waited = time.perf_counter() - since
+        self._saver.save(
+            state,
+            iteration_directory(root, iteration),
+            common=common,
+            generation=generation,
+            before_writing=None if self._retention is None else self._retention.wait,
+            rewrite=rewrite,
+            beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
+            on_commit=on_commit,
+        )
         if self._config.async_save:
             self.after_iteration()
         else:
@@ -95,10 +139,16 @@ class CheckpointSaver:
         try:
             self.finish()
         finally:
-            self._retention.close()
+            if self._retention is not None:
+                self._retention.close()
             if self._saver is not None:
                 self._saver.close()
                 self._saver = None
+
+    def check_last_save(self) -> None:
+        """Raise SaveFailedError if the last save of the run has failed: it must not end as if all were well."""
+        if self._last_failure is not None:
+            raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
 
     def take_committed(self) -> list[SaveReport]:
         """Of the saves that were committed since the last call."""
@@ -115,24 +165,20 @@ class CheckpointSaver:
             fully_parallel=config.ckpt_fully_parallel_save,
             workers=config.dist_ckpt_workers,
             staging_mem_limit=limit,
+            timeout=60 * config.ckpt_save_timeout_minutes,
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
 
-    def _committing(self, root: Path, iteration: int) -> Callable[[], None]:
-        """What rank 0 does as soon as the checkpoint is there: move the tracker, and remove what it supersedes."""
+    def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
+        number = 0 if generation is None else generation.number
+        return Lineage(((number, iteration),)) if self._start is None else self._start.descend(number, iteration)
 
-        def on_commit() -> None:
-            write_tracker(root, iteration)
-            if self._config.save is not None and root == Path(self._config.save):  # not --ckpt-convert-save
-                self._remove_superseded(root)
-
-        return on_commit
-
-    def _remove_superseded(self, root: Path) -> None:
+    def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
+        assert self._retention is not None
         try:
-            removed = self._retention.apply(root)
+            removed = self._retention.apply(iteration, lineage, loss)
         except OSError as error:  # the new checkpoint stands in any case
-            self._removals.append((logging.WARNING, f"old checkpoints in {root} could not be removed: {error}"))
+            self._removals.append((logging.WARNING, f"old checkpoints could not be removed: {error}"))
             return
         if removed:
             self._removals.append((logging.INFO, f"removed {', '.join(path.name for path in removed)}"))
@@ -144,43 +190,34 @@ class CheckpointSaver:
                 report.blocking += self._waited
                 self.expected_seconds = report.total
                 self._committed.append(report)
-                iteration = iteration_of(report.directory)
+                self._parent, self._last_failure = iteration_of(report.directory), None
                 console.report(  # in Megatron-LM's words, which other programs wait for
-                    f"  successfully saved checkpoint from iteration {iteration:7d} to {report.directory.parent}",
+                    f"  successfully saved checkpoint from iteration {self._parent:7d} to {report.directory.parent}",
                     event="save",
                     directory=str(report.directory),
-                    iteration=iteration,
+                    iteration=self._parent,
                     **scalars(report),
                 )
-                logger.info(f"saved {report.directory}: {describe(report)}")
+                logger.info(f"saved {report.directory} {describe(report)}")
                 for level, text in self._removals:
                     logger.log(level, text)
                 self._removals = []
                 continue
-            message = f"{report.directory} was not saved: {report.error}"
-            if not self._must_succeed:
+            self._last_failure = message = f"{report.directory} was not saved: {report.error}"
+            if self._must_succeed or report.superseded:
+                self.failure = message
+            else:
                 logger.warning(f"{message}. Training goes on; the checkpoint before it is still the newest")
-                continue
-            self.failure = message
         if together and self.failure is not None:
             self.stop()
 
 
 def describe(report: SaveReport) -> str:
-    """Where the time of a committed save went: training was held up for `blocking` alone."""
-    times = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in stages(report).items())
-    return f"{times}; {report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
-
-
-def stages(report: SaveReport) -> dict[str, float]:
-    """Seconds that training waited, from the call to the last copy, to the last durable shard, and the commit's."""
-    return {
-        "blocking": report.blocking,
-        "staged after": report.staging,
-        "written after": report.writing,
-        "commit": report.commit,
-        "in all": report.total,
-    }
+    """How long a committed save took; training was held up for `blocking` alone, the rest overlapped with it."""
+    stages = {"training blocked": report.blocking, "staged after": report.staging, "written after": report.writing}
+    times = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in stages.items())
+    size = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
+    return f"in {report.total * 1e3:.0f} ms ({times}): {size}"
 
 
 def scalars(report: SaveReport) -> dict[str, float]:

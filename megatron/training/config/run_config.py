@@ -370,7 +370,14 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    for name in ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n"):
+    for name in (
+        "save_interval",
+        "save_interval_secs",
+        "keep_last_n",
+        "save_retain_interval",
+        "keep_best_n",
+        "ckpt_save_timeout_minutes",
+    ):
         value = getattr(checkpoint, name)
         if value is not None and not value > 0:
             yield f"--{name.replace('_', '-')} must be positive, got {value}"

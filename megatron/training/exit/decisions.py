@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class _Votes(NamedTuple):
 class Decisions:
     """Call `after` once per iteration on all ranks, `finish` after the last.
 
-    `started` (of time.monotonic) is when the time of --exit-duration-in-mins began.
+    `clock` tells the time in seconds; `started` is its reading when the time of --exit-duration-in-mins began.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Decisions:
         saver: CheckpointSaver,
         device: torch.device,
         started: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._signals, self._saver = signals, saver
         self._handles_signals = training.exit_signal_handler
@@ -64,19 +66,19 @@ class Decisions:
         self._save_interval, self._save_secs = checkpoint.save_interval, checkpoint.save_interval_secs
         saves_behind_training = checkpoint.save is not None and checkpoint.async_save
         self._may_fail = checkpoint.exit_on_save_failure and saves_behind_training
-        self._start, self._last_save = started, time.monotonic()
+        self._clock, self._start, self._last_save = clock, started, clock()
         self._needs_votes = (
             self._handles_signals or self._minutes is not None or self._save_secs is not None or self._may_fail
         )
         self._exchange = _Exchange(device)
 
     def after(self, iteration: int, seconds: float = 0.0) -> Verdict:
-        """What to do after `iteration`, which took `seconds`. A signal or a clock speaks one iteration late."""
+        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
         votes = self._exchange.take() if self._needs_votes else _Votes()
         leave = self._leave(iteration, votes)
         save = bool(votes.save) or _is_multiple(iteration, self._save_interval)
         if save:
-            self._last_save = time.monotonic()
+            self._last_save = self._clock()
         if self._needs_votes and leave is None:
             self._exchange.start(self._votes(seconds))
         return Verdict(save, leave)
@@ -97,7 +99,7 @@ class Decisions:
         return None
 
     def _votes(self, seconds: float) -> _Votes:
-        now = time.monotonic()
+        now = self._clock()
         # The vote counts after the next iteration; then the last save follows.
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
         return _Votes(

@@ -137,7 +137,7 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
     assert config.checkpoint.save is not None
     start = {
         "command": sys.argv,
-        "began": round(now - (time.monotonic() - run.started), 3),  # of the program
+        "began": round(now - (run.clock() - run.started), 3),  # of the program
         "iteration": run.state.iteration,
         "consumed_samples": run.state.consumed_train_samples,
         "loaded": run.loaded,

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from megatron.core.dist_checkpointing import (
     save,
     write_tracker,
 )
+from megatron.core.dist_checkpointing.saving import commit
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE
 
 
@@ -39,12 +43,15 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
             assert_holds(tmp_path / f"{seed}", seed)
 
 
-def test_one_save_waits_for_the_other(tmp_path):
+def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
+    handles = []
     with AsyncSaver() as saver:
         for seed in range(3):
             training = Training(seed)
-            handle = saver.save(training.state(), tmp_path / f"{seed}", common=training.common)
-            assert saver.busy or handle.done()
+            held = Held(monkeypatch, "fsync")
+            handles.append(saver.save(training.state(), tmp_path / f"{seed}", common=training.common))
+            assert [handle.done() for handle in handles] == [True] * seed + [False] and saver.busy
+            held.go.set()
             saver.wait_staged()
             training.change_tensors()
         reports = saver.finish()
@@ -135,29 +142,165 @@ def test_later_saves_need_no_collectives(pool, tmp_path, constant):
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 
-def rewriting_slowly(rank, size, root, lively):
+class ScriptedStore(dist.Store):
+    """A store in which every wait but the last runs out of time, and progress goes as the test says."""
+
+    def __init__(self, progress):
+        super().__init__()
+        self.progress, self.waits = progress, 0
+
+    def wait(self, keys, timeout=None):
+        self.waits += 1
+        if self.waits < len(self.progress):
+            raise RuntimeError("wait timeout")
+
+    def add(self, key, value):
+        return self.progress[min(self.waits, len(self.progress) - 1)]
+
+    def get(self, key):
+        return b"[null, false]"
+
+    def check(self, keys):
+        return False
+
+
+def test_progress_of_any_rank_keeps_a_save_alive():
+    lively = SaveBarrier(ScriptedStore([n // 3 for n in range(50)]), "save", 1, 2, timeout=600)
+    assert lively.await_end() == Outcome()
+    silent = SaveBarrier(ScriptedStore([1, 2, 3, *[4] * 50]), "save", 1, 2, timeout=600)
+    with pytest.raises(CheckpointError, match="nothing was heard from rank 0 for 600 s"):
+        silent.await_end()
+
+
+def rewriting(rank, size, root, patient):
+    """Rank 0 rewrites until rank 1 has given up, or as long as it likes while it shows progress."""
+    gave_up = Path(root, "gave_up")
+
     def rewrite(directory, progress):
-        for _ in range(8):
-            time.sleep(0.25)
-            if lively:
-                progress(1)
+        for _ in range(30):
+            progress(1)
+        while not (patient or gave_up.exists()):
+            time.sleep(0.01)
         (directory / "added").write_text("a file of another form")
 
-    with AsyncSaver(timeout=1) as saver:
+    with AsyncSaver(timeout=60 if patient else 4) as saver:
         error = saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
+        if rank == 1:
+            gave_up.touch()
         dist.barrier()
         return error
 
 
-@pytest.mark.parametrize("lively", [True, False])
-def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, lively):
-    """However long it takes, as long as rank 0 shows that it lives."""
-    errors = pool.run(rewriting_slowly, 2, str(tmp_path), lively)
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, patient):
+    errors = pool.run(rewriting, 2, str(tmp_path), patient)
     assert errors[0] is None
-    assert errors[1] is None if lively else "silent for 1 s" in errors[1]
-    if lively:
-        assert (tmp_path / "0/added").read_text() == "a file of another form"
-        assert_sharded(tmp_path / "0", 2, 0)
+    assert errors[1] is None if patient else "nothing was heard from rank 0 for 4 s" in errors[1]
+    assert (tmp_path / "0/added").read_text() == "a file of another form"
+    assert_sharded(tmp_path / "0", 2, 0)
+
+
+class Held:
+    """Holds the background of a save at its first use of a function of `os`, until the test lets go."""
+
+    def __init__(self, monkeypatch, name):
+        self.reached, self.go = threading.Event(), threading.Event()
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            if threading.current_thread() is not threading.main_thread() and not self.go.is_set():
+                self.reached.set()
+                self.go.wait()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize("name", ["mkdir", "statvfs", "open"])
+def test_slow_file_systems_do_not_hold_training_up(tmp_path, monkeypatch, name):
+    """The state is staged, and may change, while the file system has not answered yet."""
+    training = Training(5)
+    with AsyncSaver() as saver:
+        held = Held(monkeypatch, name)
+        handle = saver.save(training.state(), tmp_path / "c", common=training.common, volatile={"buffer"})
+        training.change_objects()
+        held.reached.wait()
+        saver.wait_staged()
+        training.change_tensors()
+        assert saver.busy and saver.poll() == []
+        held.go.set()
+        assert handle.wait().error is None
+    assert_holds(tmp_path / "c", 5)
+
+
+def test_the_removal_of_a_failed_save_does_not_hold_training_up(tmp_path, monkeypatch):
+    training = Training(0, rows=1000)
+    with AsyncSaver() as saver:
+        held = Held(monkeypatch, "rmdir")
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "check_free_space", lambda *_: 1 / 0)
+            saver.save(training.state(), tmp_path / "bad", common={})
+            saver.wait_staged()
+            held.reached.wait()
+        assert saver.busy
+        held.go.set()
+        (report,) = saver.finish()
+        assert "ZeroDivisionError" in report.error
+    assert os.listdir(tmp_path) == []
+
+
+class CallCounter:
+    """The uses of files under `root` by this process: those that Python reports to audit hooks, and the rest."""
+
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.utime")
+
+    def __init__(self, monkeypatch, root):
+        self.root, self.calls, self.active = root, [], True
+        sys.addaudithook(lambda event, args: event in self.EVENTS and self.note(event, *args))
+        for name in ("stat", "lstat", "statvfs"):
+            monkeypatch.setattr(os, name, self._noted(name, getattr(os, name)))
+
+    def _noted(self, name, real):
+        def call(*args, **kwargs):
+            self.note(name, *args)
+            return real(*args, **kwargs)
+
+        return call
+
+    def note(self, name, path, *_):
+        if self.active and str(path).startswith(self.root):
+            self.calls.append(name)
+
+
+def counting_calls(rank, size, root, slow):
+    """Uses of files in the second save of this rank; with `slow`, rank 1 is done long after rank 0."""
+    with pytest.MonkeyPatch.context() as monkeypatch, AsyncSaver(timeout=60) as saver:
+        counter = CallCounter(monkeypatch, root)
+        for value in range(2):
+            counter.calls = []
+            held = Held(monkeypatch, "fsync") if slow and rank == 1 else None
+            saver.save(sharded(rank, size, value), f"{root}/{value}", common={})
+            if held is not None:
+                held.reached.wait()
+                time.sleep(0.3)  # polling would show
+                held.go.set()
+            assert saver.finish()[0].error is None
+            dist.barrier()
+        counter.active = False
+        return sorted(counter.calls)
+
+
+def test_ranks_wait_without_asking_the_file_system(pool, tmp_path):
+    """At most 3 calls for each file written and 5 more, however long the others take."""
+    quick = pool.run(counting_calls, 2, str(tmp_path / "quick"), False)
+    slow = pool.run(counting_calls, 2, str(tmp_path / "slow"), True)
+    assert quick == slow
+    assert [calls.count("statvfs") for calls in quick] == [1, 0], "the free space is checked once, before anyone writes"
+    files = [path.name for path in (tmp_path / "quick/1").iterdir()]
+    written = [sum(name.startswith(f"__{rank}_") for name in files) for rank in range(2)]
+    written[0] += len([name for name in files if not name.startswith("__")])
+    for calls, count in zip(quick, written, strict=True):
+        assert len(calls) <= 3 * count + 5, (calls, count)
 
 
 LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a piece

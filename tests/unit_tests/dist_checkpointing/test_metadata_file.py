@@ -1,7 +1,9 @@
 """`.metadata`: plain DCP reads what we write, our own reader reads it tensor by tensor, and neither is fooled."""
 
+import gc
 import io
 import json
+import os
 import pickle
 import struct
 
@@ -11,6 +13,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 
+from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.dist_checkpointing.boxes import BoxTable
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import (
@@ -108,6 +111,19 @@ def test_tensors_that_are_cut_alike_share_the_list_of_their_boxes():
     read = pickle.loads(encode_metadata(example()))
     assert read.state_dict_metadata["w"].chunks is read.state_dict_metadata["m"].chunks
     assert len(encode_metadata(example())) < 100 * 600, "bytes for each of 600 boxes"
+
+
+def test_the_file_is_closed_with_its_last_reader(tmp_path):
+    (tmp_path / ".metadata").write_bytes(encode_metadata(example()))
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()  # it must not take a collection
+    try:
+        metadata = read_metadata(tmp_path)
+        assert len(metadata.tensors["w"].chunks) == 300 and len(os.listdir("/proc/self/fd")) == before + 1
+        del metadata
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("indexed", [True, False])

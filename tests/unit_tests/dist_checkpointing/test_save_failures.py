@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -58,7 +57,7 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
             reports = saver.finish()
         assert [os.strerror(code) in report.error for report in reports[-1:]] == [True]
         assert not (tmp_path / "bad").exists()
-        assert [path for path in tmp_path.iterdir() if path.is_dir()] == [tmp_path / "good"]
+        assert os.listdir(tmp_path) == ["good"]
         if open_files:
             assert len(os.listdir("/proc/self/fd")) == open_files
         report = saver.save(training.state(), tmp_path / "next", common=training.common).wait()
@@ -148,7 +147,7 @@ def test_a_full_disk(tmp_path):
             (disk / "other").write_bytes(bytes(20 << 20))
             assert "are free" in saver.save(big, disk / "2", common={}).wait().error
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr("megatron.core.dist_checkpointing.saving.saver.check_free_space", lambda *_: None)
+                monkeypatch.setattr("megatron.core.dist_checkpointing.saving.commit.check_free_space", lambda *_: None)
                 assert "No space left" in saver.save(big, disk / "2", common={}).wait().error
             (disk / "other").unlink()
             assert saver.save(small, disk / "3", common={}).wait().error is None
@@ -180,28 +179,28 @@ def test_one_failing_rank_fails_the_save_everywhere(pool, tmp_path, broken):
     assert_sharded(tmp_path / "2", 3, 2)
 
 
-def dying_rank(rank, size, root, victim):
-    saver = AsyncSaver(timeout=3, assume_constant_structure=True)  # no collective with the dead
-    saver.save(sharded(rank, size, 0), f"{root}/0", common={}).wait()
+def silent_rank(rank, size, root, victim):
+    """What the other rank says of a save to which `victim` does not come."""
+    answered = Path(root, "answered")
+    with AsyncSaver() as saver:
+        assert saver.save(sharded(rank, size, 0), f"{root}/0", common={}).wait().error is None
+    saver = AsyncSaver(timeout=1, assume_constant_structure=True)  # no collective with the silent
+    saver.prepare(sharded(rank, size, 1))
+    error = None
     if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    error = saver.save(sharded(rank, size, 1), f"{root}/1", common={}).wait().error
-    Path(f"{root}/answer_{rank}").write_text(f"{time.monotonic() - began:.1f} {error}")
+        while not answered.exists():
+            time.sleep(0.02)
+    else:
+        error = saver.save(sharded(rank, size, 1), f"{root}/1", common={}).wait().error
+        answered.touch()
+    saver.close()
+    return error
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_rank_fails_the_save_in_time(pool, tmp_path, victim):
-    with pytest.raises(RuntimeError, match="died"):
-        pool.run(dying_rank, 2, str(tmp_path), victim)
-    answer = tmp_path / f"answer_{1 - victim}"
-    deadline = time.monotonic() + 20
-    while not answer.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seconds, _, error = answer.read_text().partition(" ")
-    assert float(seconds) < 10
-    expected = "nothing was heard from rank 1 for 3 s" if victim else "rank 0 did not commit"
-    assert expected in error
+def test_a_silent_rank_fails_the_save(pool, tmp_path, victim):
+    error = pool.run(silent_rank, 2, str(tmp_path), victim)[1 - victim]
+    assert f"nothing was heard from rank {victim} for 1 s" in error
     assert not (tmp_path / "1").exists()
     assert_sharded(tmp_path / "0", 2, 0)
 

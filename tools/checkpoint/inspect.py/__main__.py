@@ -39,6 +39,7 @@ from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_c
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums
 from megatron.core.dist_checkpointing.verification import total_bytes
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
@@ -136,7 +137,7 @@ def _torch_dist_facts(path: Path) -> dict[str, Any]:
         **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
         "objects": sorted(reader.metadata.objects),
         "files": files,
-        "checksums": (path / "checksums.json").exists(),
+        "checksums": find_checksums(path) is not None,
         "chunks": {key: len(stored.chunks) for key, stored in reader.metadata.tensors.items()},
     }
 

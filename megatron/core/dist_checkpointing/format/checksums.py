@@ -1,13 +1,17 @@
 """A hash for every block of every file, so that any range that is read can be checked.
 
-`checksums.json` stands beside the checkpoint's files; other readers ignore it. Two lines: a JSON object
-`{"algorithm": "xxh3_64", "block_size": 1048576, "files": {name: {"size": bytes, "blocks": hex}}}` with 16 hex digits
-for each block of the file in order (the last block may be short), and the xxh3_64 of the first line.
+`checksums.bin` stands beside the checkpoint's files; other readers ignore it. A header line with algorithm and block
+size, then a record for each file (uint16 length of the name, name, uint64 bytes, 8 bytes xxh3_64 for each block in
+order; the last block may be short), little endian, then the xxh3_64 of everything before. Each rank makes the records
+of its files, and nobody parses them to save. Older checkpoints have `checksums.json` instead: a line of JSON
+`{"algorithm": "xxh3_64", "block_size": 1048576, "files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -17,6 +21,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
 _ALGORITHM = "xxh3_64"
+_HEADER = f"{_ALGORITHM} {BLOCK_SIZE}\n".encode()
+_NAME_LENGTH, _SIZE = struct.Struct("<H"), struct.Struct("<Q")
 
 
 class FileChecksums(NamedTuple):
@@ -36,15 +42,52 @@ def checksums_of(content: bytes) -> FileChecksums:
     return FileChecksums(len(content), hash_blocks(content))
 
 
-def encode_checksums(files: dict[str, FileChecksums]) -> bytes:
-    entries = {name: {"size": file.size, "blocks": file.blocks.hex()} for name, file in sorted(files.items())}
-    body = {"algorithm": _ALGORITHM, "block_size": BLOCK_SIZE, "files": entries}
-    line = json.dumps(body, separators=(",", ":")).encode()
-    return line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n"
+def checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
+    """The records of some files."""
+    parts = []
+    for name, file in files.items():
+        encoded = name.encode()
+        parts += [_NAME_LENGTH.pack(len(encoded)), encoded, _SIZE.pack(file.size), file.blocks]
+    return b"".join(parts)
+
+
+def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
+    """The content of `checksums.bin`, in parts: at scale it is large, and every copy holds the interpreter's lock."""
+    digest = xxhash.xxh3_64(_HEADER)
+    for part in records:
+        digest.update(part)
+    return (_HEADER, *records, digest.digest())
 
 
 def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
-    """Raises CheckpointError if any byte of it changed."""
+    """By file name, from either form. Raises CheckpointError if any byte of it changed."""
+    if data.startswith(b"{"):
+        return _decode_json(data, where)
+    content = memoryview(data)[:-DIGEST_SIZE]
+    if data[-DIGEST_SIZE:] != xxhash.xxh3_64_digest(content):
+        raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
+    if not data.startswith(_HEADER):
+        raise CheckpointError(f"{where}: checksums of an unknown kind: {data[:40]!r}")
+    files: dict[str, FileChecksums] = {}
+    position = len(_HEADER)
+    try:
+        while position < len(content):
+            (length,) = _NAME_LENGTH.unpack_from(content, position)
+            position += _NAME_LENGTH.size
+            name = bytes(content[position : position + length]).decode()
+            (size,) = _SIZE.unpack_from(content, position + length)
+            position += length + _SIZE.size
+            end = position + -(-size // BLOCK_SIZE) * DIGEST_SIZE
+            if end > len(content):
+                raise ValueError(f"the blocks of {name} are cut off")
+            files[name] = FileChecksums(size, bytes(content[position:end]))
+            position = end
+    except (struct.error, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged: {error}") from error
+    return files
+
+
+def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
     line, _, digest = data.partition(b"\n")
     if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")

@@ -309,17 +309,22 @@ class _Index:
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
         fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
         self._read, self._size, self._where = read, size, where
-        sizes = dict(fields["files"])
-        self._files = tuple(sizes)
+        self._files = tuple(dict(fields["files"]))
         self._first_file, self._first_key = fields["memo"]
         self._boxes = [_Boxes(*boxes) for boxes in fields["boxes"]]
         self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self.metadata = CheckpointMetadata(tensor_sizes={file: end for file, end in sizes.items() if end})
-        for number, entry in enumerate(fields["tensors"]):
+        self._fields = fields
+
+    def metadata(self) -> CheckpointMetadata:
+        """Not kept here: its tensors refer to this index, which closes the file when the last of them is gone."""
+        sizes = {file: end for file, end in self._fields["files"] if end}
+        result = CheckpointMetadata(tensor_sizes=sizes)
+        for number, entry in enumerate(self._fields["tensors"]):
             places = _Places(*entry)
             table = partial(self._table, number, places)
-            self.metadata.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
-        self.metadata.objects = {key: Location(*place) for key, place in fields["objects"].items()}
+            result.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
+        result.objects = {key: Location(*place) for key, place in self._fields["objects"].items()}
+        return result
 
     def _table(self, number: int, places: _Places) -> ChunkTable:
         what = f"{self._where}: {shown(places.key)}"
@@ -376,7 +381,7 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     content = read(position, length) if position + length <= size else b""
     if xxhash.xxh3_64_intdigest(content) != digest:
         raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
-    return _Index(read, content, size, where).metadata
+    return _Index(read, content, size, where).metadata()
 
 
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:

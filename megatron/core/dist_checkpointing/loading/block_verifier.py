@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import CHECKSUMS
+from megatron.core.dist_checkpointing.files import CHECKSUMS, OLD_CHECKSUMS
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -16,16 +16,19 @@ from megatron.core.dist_checkpointing.format.checksums import (
 )
 
 
+def find_checksums(directory: Path) -> Path | None:
+    """The file with the checksums of a checkpoint; None if another program wrote it."""
+    return next((directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()), None)
+
+
 def read_checksums(directory: Path) -> dict[str, FileChecksums]:
     """By file name. Raises CheckpointError if there are none (another program wrote the checkpoint)."""
-    path = directory / CHECKSUMS
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
+    path = find_checksums(directory)
+    if path is None:
         raise CheckpointError(
-            f"{path}: missing: the checkpoint was written without checksums, so it cannot be verified"
-        ) from error
-    return decode_checksums(content, str(path))
+            f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
+        )
+    return decode_checksums(path.read_bytes(), str(path))
 
 
 class BlockVerifier:
@@ -51,7 +54,7 @@ class BlockVerifier:
         """All blocks that bytes `[start, stop)` of file `name` touch."""
         path = self._directory / name
         if name not in self._sums:
-            raise CheckpointError(f"{path}: {CHECKSUMS} knows no such file")
+            raise CheckpointError(f"{path}: no checksums of it")
         expected = self._sums[name]
         size = os.fstat(descriptor).st_size
         if size != expected.size:

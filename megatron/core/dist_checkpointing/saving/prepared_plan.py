@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass, field, replace
 
@@ -20,12 +21,14 @@ class MetadataCache:
     """`.metadata` of a plan on rank 0: pickled again only when the place of an object changes."""
 
     tensors: CheckpointMetadata
-    _objects: dict[str, Location] | None = None
+    _objects: list[bytes] | None = None
     _encoded: bytes = b""
 
-    def encode(self, objects: dict[str, Location]) -> bytes:
+    def encode(self, objects: list[bytes]) -> bytes:
+        """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
         if objects != self._objects:
-            self._encoded = encode_metadata(replace(self.tensors, objects=objects))
+            places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
+            self._encoded = encode_metadata(replace(self.tensors, objects=places))
             self._objects = objects  # only now: what cannot be pickled must not count as pickled the next time
         return self._encoded
 
@@ -48,61 +51,65 @@ class PreparedPlan:
         return sum(file.size for file in self.files)
 
 
-def prepare_plan(
-    state: ShardedStateDict,
-    coordination: Coordination,
-    fully_parallel: bool,
-    workers: int,
-    previous: PreparedPlan | None,
-    assume_constant_structure: bool,
-) -> PreparedPlan:
-    """`previous` if the structure is as before on every rank, else a new plan (a collective).
+class Planner:
+    """Makes the plan and keeps it as long as the structure of the state is the same on every rank.
 
-    Whether it is the same everywhere costs an all-reduce of one number, none with `assume_constant_structure`.
-    Raises CheckpointError on every rank if the state of any rank is contradictory.
+    Whether it is costs an all-reduce of one number for each save, nothing with `assume_constant_structure`.
     """
-    spec: LocalSpec | CheckpointError
+
+    def __init__(
+        self, coordination: Coordination, fully_parallel: bool, workers: int, assume_constant_structure: bool
+    ) -> None:
+        self._coordination, self._fully_parallel, self._workers = coordination, fully_parallel, workers
+        self._assume_constant_structure = assume_constant_structure
+        self._plan: PreparedPlan | None = None
+
+    def plan_for(self, state: ShardedStateDict) -> PreparedPlan:
+        """A collective. Raises CheckpointError on every rank if the state of any rank is contradictory."""
+        spec, plan = _describe(state), self._plan
+        if plan is not None and self._assume_constant_structure:
+            if spec != plan.spec:
+                raise _structure_error(spec, plan.spec)
+            return plan
+        if not self._coordination.all_true(plan is not None and spec == plan.spec):
+            self._plan = plan = self._plan_together(spec)
+        assert plan is not None
+        return plan
+
+    def _plan_together(self, spec: LocalSpec | CheckpointError) -> PreparedPlan:
+        metadata: MetadataCache | None = None
+
+        def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
+            nonlocal metadata
+            good = [item for item in specs if isinstance(item, PackedSpec)]
+            wrong = [f"rank {rank}: {item}" for rank, item in enumerate(specs) if isinstance(item, CheckpointError)]
+            if wrong:
+                raise CheckpointError("\n".join(wrong))
+            placed = place_items(make_plan(good, self._fully_parallel), self._workers)
+            metadata = MetadataCache(placed.metadata())
+            nonce = secrets.token_hex(4)
+            return [(placed.of_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
+
+        packed = spec if isinstance(spec, CheckpointError) else pack(spec)
+        mine, nonce, total = self._coordination.map_at_coordinator(packed, plan)
+        assert isinstance(spec, LocalSpec)
+        files = files_of(spec, mine, self._coordination.rank)
+        return PreparedPlan(spec, mine, nonce, total, files, cut_chunks(files), constant_sources(files), metadata)
+
+
+def _describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
+    """An error is a value here: it is raised on all ranks together."""
     try:
-        spec = describe(state)
+        return describe(state)
     except CheckpointError as error:
-        spec = error
-    unchanged = previous is not None and spec == previous.spec
-    if assume_constant_structure and previous is not None:
-        if unchanged:
-            return previous
-        if isinstance(spec, CheckpointError):
-            raise spec
-        changed = sorted(
-            {t.key for t in set(spec.tensors) ^ set(previous.spec.tensors)}
-            | (set(spec.objects) ^ set(previous.spec.objects))
-        )
-        raise CheckpointError(
-            f"the structure was said to be constant, but it has changed since the last save: {', '.join(changed[:10])}"
-        )
-    if coordination.all_true(unchanged):
-        assert previous is not None
-        return previous
-    return _plan_together(spec, coordination, fully_parallel, workers)
+        return error
 
 
-def _plan_together(
-    spec: LocalSpec | CheckpointError, coordination: Coordination, fully_parallel: bool, workers: int
-) -> PreparedPlan:
-    metadata: MetadataCache | None = None
-
-    def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
-        nonlocal metadata
-        good = [item for item in specs if isinstance(item, PackedSpec)]
-        wrong = [f"rank {rank}: {item}" for rank, item in enumerate(specs) if isinstance(item, CheckpointError)]
-        if wrong:
-            raise CheckpointError("\n".join(wrong))
-        placed = place_items(make_plan(good, fully_parallel), workers)
-        metadata = MetadataCache(placed.metadata())
-        nonce = secrets.token_hex(4)
-        return [(placed.of_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
-
-    packed = spec if isinstance(spec, CheckpointError) else pack(spec)
-    mine, nonce, total = coordination.map_at_coordinator(packed, plan)
-    assert isinstance(spec, LocalSpec)
-    files = files_of(spec, mine, coordination.rank)
-    return PreparedPlan(spec, mine, nonce, total, files, cut_chunks(files), constant_sources(files), metadata)
+def _structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> CheckpointError:
+    if isinstance(spec, CheckpointError):
+        return spec
+    tensors = {tensor.key for tensor in set(spec.tensors) ^ set(before.tensors)}
+    changed = sorted(tensors | (set(spec.objects) ^ set(before.objects)))
+    return CheckpointError(
+        f"the structure was said to be constant, but it has changed since the last save: {', '.join(changed[:10])}"
+    )

@@ -4,9 +4,9 @@
   collective; kept as long as the structure stays the same.
 * **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns when that is done: call
   it before anything changes the tensors, which is the optimizer step. Objects, `common` and `volatile` tensors are
-  copied before `save` returns.
+  copied before `save` returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
-* **finalize** (`commit.py`): rank 0 commits when all ranks are durable. No collective.
+* **commit**: by rank 0 when all ranks are durable (`save_barrier.py`, `commit.py`). No collective.
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 """
@@ -16,33 +16,39 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.checksums import checksum_records
+from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.commit import PendingSave, RankResult, Rewrite
-from megatron.core.dist_checkpointing.saving.prepared_plan import PreparedPlan, prepare_plan
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
+from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier, open_store
 from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
 from megatron.core.dist_checkpointing.threads import Workers
-from megatron.core.durable_files import check_free_space
 
 
 @dataclass
 class SaveReport:
     """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
-    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint."""
+    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint;
+    `superseded` says that another start has taken over the directory."""
 
     directory: Path
     error: str | None = None
+    superseded: bool = False
     bytes: int = 0
     total_bytes: int = 0
     blocking: float = 0.0
@@ -57,18 +63,22 @@ class SaveReport:
         return self.total_bytes / self.total / 1e9 if self.total else 0.0
 
 
-@dataclass
-class _Job:
-    report: SaveReport
-    started: float
-    plan: PreparedPlan
-    save_id: str
-    transfer: Transfer | None  # None: the snapshot failed
-    objects: ObjectFile | None
-    common: bytes
-    on_commit: Callable[[], None] | None
+class _AroundCommit(NamedTuple):
+    """What the caller wants rank 0 to do; see `AsyncSaver.save`."""
+
+    before_writing: Callable[[], None] | None
     rewrite: Rewrite | None
-    snapshot_error: Exception | None
+    beside: Mapping[str, bytes]
+    on_commit: Callable[[], None] | None
+
+
+class _Snapshot(NamedTuple):
+    """What a save needs of the live state: copies of small things, and a transfer that is to copy the tensors."""
+
+    plan: PreparedPlan
+    common: bytes
+    objects: ObjectFile
+    transfer: Transfer
 
 
 class SaveHandle:
@@ -88,12 +98,35 @@ class SaveHandle:
         return self._report
 
 
+@dataclass
+class _Save:
+    """A save under way, as the training thread sees it."""
+
+    report: SaveReport
+    handle: SaveHandle
+    started: float
+    transfer: Transfer | None = None  # None: the snapshot failed
+    device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def has_ended(self) -> bool:
+        return self.handle.done() and (self.device_wait is None or self.device_wait[1].query())
+
+    def end(self) -> SaveReport:
+        """The report, after the end, with the time that the device waited for the copies."""
+        report = self.handle.wait()
+        if self.device_wait is not None:
+            begin, end = self.device_wait
+            end.synchronize()
+            report.blocking += begin.elapsed_time(end) / 1e3
+        return report
+
+
 class AsyncSaver:
     """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in the same order.
 
     `fully_parallel` shares out the writing of what several ranks hold; `workers` threads write as many files per rank;
     `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
-    the writing. A rank that is silent for `timeout` seconds after rank 0 has finished its own part fails the save.
+    the writing. A save fails when no rank has written anything for `timeout` seconds.
     `progress` is called from the writing threads with the number of bytes just written. Leaving a `with` block by an
     exception cancels the save under way.
     """
@@ -112,29 +145,31 @@ class AsyncSaver:
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
         self._coordination = Coordination.of(group)
-        self._fully_parallel, self._workers, self._timeout = fully_parallel, workers, timeout
-        self._assume_constant_structure, self._progress = assume_constant_structure, progress
+        self._planner = Planner(self._coordination, fully_parallel, workers, assume_constant_structure)
+        self._workers, self._timeout = workers, timeout
+        self._progress = progress
         self._max_slots = None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
-        self._plan: PreparedPlan | None = None
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._store = open_store(timedelta(seconds=timeout))
         self._count = 0
-        self._current: tuple[_Job, SaveHandle] | None = None
+        self._current: _Save | None = None
         self._reports: list[SaveReport] = []
-        self._failed_save: PendingSave | None = None
+        self._past: deque[SaveBarrier] = deque()  # a slow rank may still ask how the last save ended
+        self._leftover: PendingCheckpoint | None = None  # of a failed save, whose removal may have failed, too
         self._conductor = Workers(1, "checkpoint-conductor")
         self._pool = Workers(workers, "checkpoint-writer")
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way on this rank; `save` would wait for it."""
-        return self._current is not None and not self._current[1].done()
+        return self._current is not None and not self._current.handle.done()
 
     def prepare(self, state: ShardedStateDict) -> None:
         """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
-        self._plan = self._make_plan(state)
+        plan = self._planner.plan_for(state)
         pinned = any(tensor.is_cuda for tensor in _tensors(state))
-        self._conductor.submit(lambda: self._slots(pinned, touch=True)).result()
+        self._conductor.submit(lambda: self._slots(plan, pinned, touch=True)).result()
 
     def save(
         self,
@@ -142,51 +177,64 @@ class AsyncSaver:
         directory: str | os.PathLike[str],
         *,
         common: dict[str, Any],
-        on_commit: Callable[[], None] | None = None,
         volatile: Collection[str] = (),
+        generation: Generation | None = None,
+        before_writing: Callable[[], None] | None = None,
         rewrite: Rewrite | None = None,
+        beside: Mapping[str, bytes] | None = None,
+        on_commit: Callable[[], None] | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
 
         `common` is stored by rank 0. `volatile` names tensors that the next forward or backward pass changes: they are
-        copied before this returns, all others until `wait_staged`. `on_commit` runs on rank 0, in the background, right
-        after the commit (it moves the tracker), `rewrite` there right before it, to store the checkpoint in another
-        form. Only planning errors are raised; all others are reported.
+        copied before this returns, all others until `wait_staged`. With a `generation` the checkpoint appears only as
+        long as that owns the directory of checkpoints.
+
+        On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores the checkpoint in
+        another form before it has its name; `beside` are small files that are added to it then; `on_commit` runs right
+        after the commit (it moves the tracker). Only planning errors are raised; all others are reported.
         """
         started = time.perf_counter()
         self._wait_for_current()
-        self._plan = plan = self._make_plan(state)
+        plan = self._planner.plan_for(state)
         report = SaveReport(Path(directory), bytes=plan.nbytes, total_bytes=plan.total_bytes)
         self._count += 1
-        job = _Job(report, started, plan, f"{plan.nonce}-{self._count}", None, None, b"", on_commit, rewrite, None)
+        save_id = f"{plan.nonce}-{self._count}"
+        barrier = SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
+        pending = PendingCheckpoint.of(report.directory, save_id, generation)
+        current = _Save(report, SaveHandle(report), started)
+        snapshot: _Snapshot | Exception
         try:
-            self._take_snapshot(job, state, common, frozenset(volatile))
+            snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
+            current.transfer = snapshot.transfer
         except Exception as error:
-            job.snapshot_error = error
-        handle = SaveHandle(report)
-        self._current = (job, handle)
-        self._conductor.submit(lambda: self._conduct(job, handle))
+            snapshot = error
+        self._current = current
+        around = _AroundCommit(before_writing, rewrite, beside or {}, on_commit)
+        self._conductor.submit(lambda: self._conduct(current, snapshot, barrier, pending, around))
         report.blocking = time.perf_counter() - started
-        return handle
+        return current.handle
 
     def wait_staged(self) -> None:
         """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
-        if self._current is None or self._current[0].transfer is None:
+        current = self._current
+        if current is None or current.transfer is None or current.handle.done():
             return
-        job = self._current[0]
         begin = time.perf_counter()
-        assert job.transfer is not None
-        job.transfer.staged.wait()
-        if self._stream is not None:
+        current.transfer.staged.wait()
+        current.report.blocking += time.perf_counter() - begin
+        if current.transfer.on_device and current.device_wait is None:
+            assert self._stream is not None
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
             torch.cuda.current_stream().wait_stream(self._stream)
-        if not self._current[1].done():
-            job.report.blocking += time.perf_counter() - begin
+            events[1].record()
+            current.device_wait = events
 
     def poll(self) -> list[SaveReport]:
         """Reports of saves that have ended since the last call, in order; never blocks."""
-        if self._current is not None and self._current[1].done():
-            self._reports.append(self._current[0].report)
-            self._current = None
+        if self._current is not None and self._current.has_ended():
+            self._wait_for_current()
         reports, self._reports = self._reports, []
         return reports
 
@@ -198,54 +246,44 @@ class AsyncSaver:
     def close(self) -> None:
         """Finish, end the threads and give the buffers back."""
         self.finish()
+        self._conductor.submit(self._remove_leftover).result()
         self._conductor.close()
         self._pool.close()
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-        if self._failed_save is not None and self._coordination.is_coordinator:
-            self._failed_save.forget()
 
     def __enter__(self) -> AsyncSaver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._current is not None and self._current[0].transfer is not None:
-            self._current[0].transfer.cancel()
+        if kind is not None and self._current is not None and self._current.transfer is not None:
+            self._current.transfer.cancel()
         self.close()
 
     def _wait_for_current(self) -> None:
         if self._current is not None:
-            self._current[1].wait()
-            self._reports.append(self._current[0].report)
+            self._reports.append(self._current.end())
             self._current = None
 
-    def _make_plan(self, state: ShardedStateDict) -> PreparedPlan:
-        return prepare_plan(
-            state, self._coordination, self._fully_parallel, self._workers, self._plan, self._assume_constant_structure
-        )
-
     def _take_snapshot(
-        self, job: _Job, state: ShardedStateDict, common: dict[str, Any], volatile: frozenset[str]
-    ) -> None:
+        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any], volatile: frozenset[str]
+    ) -> _Snapshot:
         """What must be done before `save` returns."""
-        if self._coordination.is_coordinator:
-            job.common = common_archive(common)
-        mine = set(job.plan.plan.objects)
-        objects = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
-        job.objects = object_file(objects, self._coordination.rank, self._workers)
-        sources = bind_sources(job.plan.files, job.plan.constants, state, volatile)
-        on_device = any(isinstance(source, DeviceSource) for source in sources)
-        if on_device:
-            self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-        stream = self._stream if on_device else None
-        job.transfer = Transfer(job.plan.files, job.plan.chunks, sources, job.objects, stream, self._progress)
+        archive = common_archive(common) if self._coordination.is_coordinator else b""
+        mine = set(plan.plan.objects)
+        entries = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
+        objects = object_file(entries, self._coordination.rank, self._workers)
+        sources = bind_sources(plan.files, plan.constants, state, volatile)
+        stream = None
+        if any(isinstance(source, DeviceSource) for source in sources):
+            self._stream = stream = self._stream or torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+        return _Snapshot(plan, archive, objects, Transfer(plan.files, plan.chunks, sources, objects, stream))
 
-    def _slots(self, pinned: bool, touch: bool = False) -> list:
+    def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """The staging slots, allocated when the plan needs more than there are."""
-        assert self._plan is not None
-        needed = max(1, min(len(self._plan.chunks), self._max_slots or len(self._plan.chunks)))
+        needed = max(1, min(len(plan.chunks), self._max_slots or len(plan.chunks)))
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:
                 self._buffer.close()
@@ -254,64 +292,114 @@ class AsyncSaver:
                 self._buffer.touch()
         return self._buffer.slots
 
-    def _conduct(self, job: _Job, handle: SaveHandle) -> None:
-        """The background of one save, from staging to commit."""
-        save = None
+    def _conduct(
+        self,
+        current: _Save,
+        snapshot: _Snapshot | Exception,
+        barrier: SaveBarrier,
+        pending: PendingCheckpoint,
+        around: _AroundCommit,
+    ) -> None:
+        """The background of one save. All ranks end with the same outcome."""
+        report, failure = current.report, None
+        is_coordinator = self._coordination.is_coordinator
         try:
-            if self._failed_save is not None and self._coordination.is_coordinator:
-                self._failed_save.forget()
-                self._failed_save = None
-            directory, rank, size = job.report.directory, self._coordination.rank, self._coordination.size
-            save = PendingSave.begin(directory, job.save_id, rank, size)
-            self._write_and_commit(job, save)
+            if isinstance(snapshot, Exception):
+                raise snapshot
+            self._write(current, snapshot, barrier, pending, around.before_writing)
+            if is_coordinator:
+                self._commit(snapshot, barrier, pending, around)
         except BaseException as error:
-            removed = isinstance(error, FileNotFoundError) and save is not None and save.given_up()
-            reason = save.failure_reason() if save is not None and removed else _describe(error)
-            job.report.error = reason
-            if save is not None and not isinstance(error, _AfterCommitError):
-                self._failed_save = save
-                if self._coordination.is_coordinator:
-                    save.abandon(reason)
-                else:
-                    names = [file.name for file in job.plan.files]
-                    save.publish_failure(reason, names if job.objects is None else [*names, job.objects.name])
-        finally:
-            if job.transfer is not None:
-                job.transfer.staged.set()
-            job.report.total = time.perf_counter() - job.started
-            handle._finished.set()
+            failure = error
+            if not isinstance(snapshot, Exception):
+                snapshot.transfer.abort()
+        try:
+            if is_coordinator:
+                outcome = self._end(failure, barrier, pending)
+            else:
+                if failure is not None:
+                    barrier.fail(_describe(failure))
+                outcome = barrier.await_end()
+        except BaseException as error:  # contact is lost, so this rank alone knows why
+            outcome = Outcome(_describe(failure or error))
+        report.error, report.superseded = outcome
+        report.total = time.perf_counter() - current.started
+        report.commit = report.total - report.writing
+        current.handle._finished.set()
 
-    def _write_and_commit(self, job: _Job, save: PendingSave) -> None:
-        if job.snapshot_error is not None:
-            raise job.snapshot_error
-        assert job.transfer is not None and job.objects is not None
-        check_free_space(save.pending, job.plan.total_bytes)
-        slots = self._slots(pinned=job.transfer.on_device)
-        checksums = job.transfer.run(save, self._pool, slots)
-        written = time.perf_counter()
-        job.report.staging = job.transfer.staged_at - job.started
-        job.report.writing = written - job.started
-        save.publish(RankResult(checksums, job.objects.locations))
+    def _write(
+        self,
+        current: _Save,
+        snapshot: _Snapshot,
+        barrier: SaveBarrier,
+        pending: PendingCheckpoint,
+        before_writing: Callable[[], None] | None,
+    ) -> None:
+        """Copy, have the directory made, write, and tell rank 0 that all of it is durable."""
+        transfer, plan = snapshot.transfer, snapshot.plan
+        transfer.stage(self._pool, self._slots(plan, transfer.on_device))
         if self._coordination.is_coordinator:
-            result = save.collect(self._timeout)
-            assert job.plan.metadata is not None
-            save.commit(result, job.plan.metadata.encode(result.objects), job.common, job.rewrite)
-            if job.on_commit is not None:
-                _after_commit(job.on_commit)
+            while len(self._past) > 1:
+                self._past.popleft().forget()
+            self._past.append(barrier)
+            self._remove_leftover()
+            if before_writing is not None:
+                before_writing()
+            pending.begin(plan.total_bytes)
+            barrier.begin()
         else:
-            save.await_outcome(self._timeout)
-        job.report.commit = time.perf_counter() - written
+            barrier.await_begin()
+
+        def wrote(nbytes: int) -> None:
+            barrier.show_progress()
+            self._progress(nbytes)
+
+        checksums = transfer.write(pending.pending, wrote)
+        current.report.staging = transfer.staged_at - current.started
+        current.report.writing = time.perf_counter() - current.started
+        barrier.report(snapshot.objects.locations, checksum_records(checksums))
+
+    def _commit(
+        self, snapshot: _Snapshot, barrier: SaveBarrier, pending: PendingCheckpoint, around: _AroundCommit
+    ) -> None:
+        objects, checksums = barrier.collect()
+        assert snapshot.plan.metadata is not None
+        metadata = snapshot.plan.metadata.encode(objects)
+        pending.commit(checksums, metadata, snapshot.common, around.beside, around.rewrite, barrier.show_progress)
+        try:
+            if around.on_commit is not None:
+                around.on_commit()
+        except SupersededError:
+            raise
+        except Exception as error:
+            raise _AfterCommitError(f"committed, but what follows the commit failed: {_describe(error)}") from error
+
+    def _end(self, failure: BaseException | None, barrier: SaveBarrier, pending: PendingCheckpoint) -> Outcome:
+        """On rank 0: tell the others, and remove what has failed."""
+        if failure is None:
+            barrier.end(outcome := Outcome())
+            return outcome
+        try:
+            if pending.generation is not None:
+                pending.generation.check(failure)
+        except SupersededError as superseded:
+            failure = superseded
+        outcome = Outcome(_describe(failure), isinstance(failure, SupersededError))
+        barrier.end(outcome)
+        if not isinstance(failure, _AfterCommitError):
+            self._leftover = pending
+            pending.abandon()
+        return outcome
+
+    def _remove_leftover(self) -> None:
+        """Of the last failed save: a rank may have come too late for its removal, or the disk was read-only then."""
+        if self._leftover is not None:
+            self._leftover.abandon()
+            self._leftover = None
 
 
 class _AfterCommitError(CheckpointError):
     """The checkpoint is committed, what should follow it failed."""
-
-
-def _after_commit(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except Exception as error:
-        raise _AfterCommitError(f"committed, but what follows the commit failed: {_describe(error)}") from error
 
 
 def _tensors(state: ShardedStateDict) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """What is kept, and that a crash in the middle of a removal costs nothing."""
 
+import math
 import os
 import random
 import signal
@@ -9,13 +10,21 @@ import pytest
 import torch
 
 from megatron.conversion.open_checkpoint import fault, find_checkpoint, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing import ShardedTensor, is_complete, read_tracker, save, write_tracker
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    Generation,
+    Lineage,
+    ShardedTensor,
+    is_complete,
+    read_lineage,
+    read_tracker,
+)
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.training.checkpoint.retention import (
     VALIDATION_LOSS,
     Retention,
     RetentionPolicy,
     holds_checkpoint,
-    remove_leftovers,
     to_delete,
 )
 
@@ -37,10 +46,6 @@ from megatron.training.checkpoint.retention import (
 )
 def test_rules(policy, saved, losses, deleted):
     assert to_delete(saved, saved[-1], policy, losses) == deleted
-
-
-def test_a_branch_that_was_left_neither_counts_nor_goes():
-    assert to_delete([5, 10, 15, 20], 10, RetentionPolicy(keep_last_n=1), {}) == [5]
 
 
 def test_any_history():
@@ -72,61 +77,87 @@ def test_any_history():
             assert len(saved) <= bound + retained
 
 
-def make(root, iteration, loss=None):
+def start(root, after=None):
+    """A start of a job that goes on from the checkpoint of iteration `after`: its generation and lineage so far."""
+    root.mkdir(exist_ok=True)
+    base = None if after is None else read_lineage(iteration_directory(root, after))
+    return Generation.take(root, {"pid": os.getpid()}), base
+
+
+def make(job, iteration, loss=None):
+    """Save as the run does; returns the lineage of the checkpoint."""
+    generation, base = job
+    lineage = base.descend(generation.number, iteration) if base else Lineage(((generation.number, iteration),))
     weight = ShardedTensor.replicated("weight", torch.full((1000,), float(iteration)))
     common = {"iteration": iteration} | ({} if loss is None else {VALIDATION_LOSS: loss})
-    directory = iteration_directory(root, iteration)
-    save({"weight": weight}, directory, common=common, on_commit=lambda: write_tracker(root, iteration))
-    return directory
+    with AsyncSaver() as saver:
+        report = saver.save(
+            {"weight": weight},
+            iteration_directory(generation.root, iteration),
+            common=common,
+            generation=generation,
+            beside={LINEAGE: lineage.encode(None)},
+            on_commit=lambda: generation.move_tracker(iteration),
+        ).wait()
+    assert report.error is None
+    return lineage
 
 
-def apply(root, policy):
-    retention = Retention(policy)
-    removed = retention.apply(root)
+def apply(job, policy, newest, lineage):
+    retention = Retention(policy, job[0])
+    removed = retention.apply(newest, lineage, math.nan)
     retention.close()
     return [path.name for path in removed]
 
 
+def visible(root):
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".generation-"))
+
+
 def test_losses_come_from_the_files(tmp_path):
+    job = start(tmp_path)
     for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
-        make(tmp_path, iteration, loss)
-    assert apply(tmp_path, RetentionPolicy(keep_best_n=1)) == ["iter_0000001", "iter_0000003"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "iter_0000002",
-        "iter_0000004",
-        "latest_checkpointed_iteration.txt",
-    ]
+        lineage = make(job, iteration, loss)
+    assert apply(job, RetentionPolicy(keep_best_n=1), 4, lineage) == ["iter_0000001", "iter_0000003"]
+    assert visible(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+    job = start(tmp_path)
     for iteration in (1, 2):
-        make(tmp_path, iteration)
+        lineage = make(job, iteration)
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_notes").mkdir()
     (tmp_path / "tensorboard").mkdir()
-    assert apply(tmp_path, RetentionPolicy(keep_last_n=1)) == ["iter_0000001"]
+    assert apply(job, RetentionPolicy(keep_last_n=1), 2, lineage) == ["iter_0000001"]
     assert {"iter_0000000", "iter_notes", "tensorboard"} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_nothing_goes_without_a_complete_successor(tmp_path):
-    policy = RetentionPolicy(keep_last_n=1)
-    directories = [make(tmp_path, iteration) for iteration in (1, 2, 3)]
-    (directories[2] / "metadata.json").unlink()
-    assert apply(tmp_path, policy) == []
-    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    assert apply(tmp_path, policy) == []
-    write_tracker(tmp_path, "release")
-    assert apply(tmp_path, policy) == []
+def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
+    """Saved 2, 4, 6, 8, 10; went back to 4, and saved 5 and 6 again: the old 6 was replaced, 8 and 10 are abandoned."""
+    first = start(tmp_path)
+    for iteration in (2, 4, 6, 8, 10):
+        make(first, iteration)
+    second = start(tmp_path, after=4)
+    make(second, 5)
+    lineage = make(second, 6)
+    assert apply(second, RetentionPolicy(keep_last_n=3), 6, lineage) == ["iter_0000002"]
+    assert saved_iterations(tmp_path) == [4, 5, 6, 8, 10]
+    third = start(tmp_path, after=6)
+    lineage = make(third, 9)
+    assert apply(third, RetentionPolicy(keep_last_n=2), 9, lineage) == ["iter_0000004", "iter_0000005"]
+    assert saved_iterations(tmp_path) == [6, 8, 9, 10]
 
 
-def test_legacy_checkpoints_count(tmp_path):
-    for iteration in (1, 2):
+def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path):
+    for iteration in (1, 2, 3):
         directory = iteration_directory(tmp_path, iteration) / "mp_rank_00_000"
         directory.mkdir(parents=True)
         (directory / "model_optim_rng.pt").touch()
         assert holds_checkpoint(directory.parent)
-        write_tracker(tmp_path, iteration)
-    assert apply(tmp_path, RetentionPolicy(keep_last_n=1)) == ["iter_0000001"]
+    job = start(tmp_path, after=2)
+    lineage = make(job, 4)
+    assert apply(job, RetentionPolicy(keep_last_n=1), 4, lineage) == ["iter_0000001", "iter_0000002"]
 
 
 def complete_iterations(root):
@@ -158,20 +189,21 @@ def killed_at(event_number, action):
 
 
 def test_killed_at_every_step(tmp_path):
-    """Save, commit, move the tracker, put aside, remove: always a complete newest checkpoint, and nothing that only
-    looks like one."""
+    """Take over, save, commit, move the tracker, put aside, remove: always a complete newest checkpoint, and nothing
+    that only looks like one."""
     policy = RetentionPolicy(keep_last_n=1)
 
     def next_one():
-        make(root, 3)
-        apply(root, policy)
+        job = start(root, after=2)
+        apply(job, policy, 3, make(job, 3))
 
     step, outcomes = 0, set()
     while True:
         step += 1
         root = tmp_path / str(step)
-        make(root, 1)
-        make(root, 2)
+        job = start(root)
+        make(job, 1)
+        make(job, 2)
         died = killed_at(step, next_one)
         newest = find_checkpoint(root)
         assert newest is not None and newest.directory.name in ("iter_0000002", "iter_0000003")
@@ -183,20 +215,11 @@ def test_killed_at_every_step(tmp_path):
         if not died:
             break
         # The next start cleans up, and the next save removes what this one could not.
-        remove_leftovers(root)
-        make(root, 4)
-        apply(root, policy)
-        assert not list(root.glob(".deleting-*"))
-        assert complete_iterations(root) == (4,)
+        job = start(root, after=read_tracker(root))
+        lineage = make(job, 4)
+        apply(job, policy, 4, lineage)
+        assert set(complete_iterations(root)) <= {3, 4}, "a 3 that the tracker did not name is of another branch"
+        assert [path.name for path in root.glob(".*")] == [job[0].directory.name]
+        assert [path.name for path in job[0].directory.iterdir()] == ["owner.json"]
     assert step > 20 and present == (3,)
     assert outcomes >= {(1, 2), (1, 2, 3), (2, 3), (3,)}
-
-
-def test_leftovers(tmp_path):
-    make(tmp_path, 1)
-    os.rename(tmp_path / "iter_0000001", tmp_path / ".deleting-iter_0000001")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / ".deleting-iter_0000002").symlink_to(tmp_path / "elsewhere")
-    assert len(remove_leftovers(tmp_path)) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "latest_checkpointed_iteration.txt"}
-    assert remove_leftovers(tmp_path / "absent") == []

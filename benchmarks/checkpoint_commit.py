@@ -1,0 +1,108 @@
+"""What rank 0 does to commit at scale: the reports of 16,384 ranks, merged and written while training goes on.
+
+Every rank reports over a real TCPStore as in a save (objects, checksums of its files); then rank 0 collects and
+commits. Its CPU time bounds how long it can hold the interpreter's lock. What another thread really waits for
+the lock is measured, too; beside it, what it waits without any commit (other work of the machine).
+
+    python benchmarks/checkpoint_commit.py                        # 16384 ranks, 350 MB each (405B in training)
+    python benchmarks/checkpoint_commit.py --world 1024 --megabytes 1000
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
+    BLOCK_SIZE,
+    DIGEST_SIZE,
+    FileChecksums,
+    checksum_records,
+)
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location  # noqa: E402
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
+from megatron.core.dist_checkpointing.saving.prepared_plan import MetadataCache  # noqa: E402
+from megatron.core.dist_checkpointing.saving.save_barrier import SaveBarrier  # noqa: E402
+
+FILES = 2  # of tensors, per rank
+
+
+class Ticker(threading.Thread):
+    """The training thread: how long it waits for the lock, at most, when it wants it every millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.longest, self.running = 0.0, True
+
+    def run(self) -> None:
+        while self.running:
+            before = time.perf_counter()
+            time.sleep(0.001)
+            self.longest = max(self.longest, time.perf_counter() - before - 0.001)
+
+    def stop(self) -> None:
+        self.running = False
+        self.join()
+
+
+def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) -> None:
+    size = blocks * BLOCK_SIZE // FILES
+    digests = bytes(blocks // FILES * DIGEST_SIZE)
+    sums = {f"__{rank}_{n}.distcp": FileChecksums(size, digests) for n in range(FILES)}
+    places = {f"rng_state/{rank}": Location(f"__{rank}_{FILES}.distcp", 0, 16384)}
+    SaveBarrier(store, save_id, rank, world, 600).report(places, checksum_records(sums))
+
+
+def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:
+    barrier, pending = SaveBarrier(store, save_id, 0, world, 600), PendingCheckpoint.of(root / "iter_0000001", save_id)
+    pending.begin(0)
+    idle = Ticker()
+    idle.start()
+    time.sleep(1)
+    idle.stop()
+    ticker = Ticker()
+    ticker.start()
+    began, cpu = time.perf_counter(), time.thread_time()
+    objects, checksums = barrier.collect()
+    collected = time.perf_counter() - began
+    pending.commit(checksums, cache.encode(objects), b"", {})
+    cpu, seconds = time.thread_time() - cpu, time.perf_counter() - began
+    ticker.stop()
+    size = (root / "iter_0000001/checksums.bin").stat().st_size
+    print(
+        f"{world} ranks: checksums.bin {size / 1e6:.1f} MB; collected after {1e3 * collected:.0f} ms, committed after "
+        f"{1e3 * seconds:.0f} ms; rank 0's thread used {1e3 * cpu:.0f} ms of CPU, another thread waited "
+        f"{1e3 * ticker.longest:.0f} ms at the longest ({1e3 * idle.longest:.0f} ms without a commit)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=16384, help="number of ranks")
+    parser.add_argument("--megabytes", type=int, default=350, help="what each rank writes")
+    parser.add_argument("--saves", type=int, default=3, help="the first one also merges the places of objects")
+    args = parser.parse_args()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+    cache, root = MetadataCache(CheckpointMetadata()), Path(tempfile.mkdtemp())
+    try:
+        for number in range(args.saves):
+            began = time.perf_counter()
+            for rank in range(args.world):
+                report(store, f"save-{number}", rank, args.world, args.megabytes)
+            seconds = time.perf_counter() - began
+            print(f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the other")
+            commit(store, f"save-{number}", args.world, cache, root)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Which start of a job owns a directory of checkpoints.
+
+Every start takes the next generation: it makes `.generation-0000007/`, and renames the directories of earlier
+generations away. Whatever an owner puts into the directory of checkpoints, or takes out of it, is one rename from or to
+a path inside its own generation: a finished checkpoint, the tracker, a checkpoint to be removed. So all of that fails
+for the old owner as soon as a successor has taken over, wherever it was stopped: no check precedes the action.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import TRACKER
+from megatron.core.dist_checkpointing.lineage import read_lineage
+from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
+
+_GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"
+_OWNER = "owner.json"
+
+
+class SupersededError(CheckpointError):
+    """Another start has taken over the directory of checkpoints; this one must not touch it any more."""
+
+
+class Generation(NamedTuple):
+    """The right of one start to change the directory of checkpoints `root`; `token` is its secret name."""
+
+    root: Path
+    number: int
+    token: str
+
+    @property
+    def directory(self) -> Path:
+        return self.root / f"{_GENERATION}{self.number:07d}"
+
+    @classmethod
+    def take(cls, root: Path, owner: dict[str, Any]) -> Generation:
+        """The next generation of the existing directory `root`; whoever had it before has lost it.
+
+        `owner` says who takes it, for the error of those who lose it. What they left unfinished is removed; a
+        checkpoint that they were about to replace gets its name back.
+        """
+        token = secrets.token_hex(8)
+        content = {"token": token, "since": datetime.now(UTC).isoformat(timespec="seconds"), **owner}
+        claim = root / f"{_CLAIM}{token}"
+        while True:
+            numbers = [0, *_generations(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
+            generation = cls(root, max(numbers) + 1, token)
+            try:
+                claim.mkdir(exist_ok=True)
+                write_flushed(claim / _OWNER, json.dumps(content).encode())
+                os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
+                break
+            except OSError as error:  # another start took this number, or has cleared our claim away
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) or not root.is_dir():
+                    remove(claim)
+                    raise
+        fsync_directory(root)
+        generation._revoke_older()
+        return generation
+
+    def is_current(self) -> bool:
+        """Whether this rank sees the generation, and nobody has taken it over."""
+        return _owner(self.directory).get("token") == self.token
+
+    @contextlib.contextmanager
+    def fenced(self) -> Iterator[None]:
+        """Errors of the block that come from the loss of this generation are SupersededError."""
+        try:
+            yield
+        except OSError as error:
+            self.check(error)
+            raise
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Raises SupersededError if another start has taken over."""
+        if not self.root.is_dir() or self.is_current():
+            return
+        newest = max(_generations(self.root), default=0)
+        if newest <= self.number:
+            return  # the directory was damaged, not taken over
+        owner = _owner(self.root / f"{_GENERATION}{newest:07d}")
+        who = ", ".join(f"{key} {value}" for key, value in owner.items() if key != "token")
+        raise SupersededError(
+            f"{self.root}: another start has taken over this directory (generation {newest}: {who}). This run "
+            f"(generation {self.number}) changes nothing in it any more; give it another --save to go on"
+        ) from cause
+
+    def move_tracker(self, iteration: int | str) -> None:
+        """Name the latest checkpoint, durably; call it when that is committed, never before."""
+        with self.fenced():
+            ours = self.directory / TRACKER
+            write_flushed(ours, str(iteration).encode())
+            os.rename(ours, self.root / TRACKER)
+            fsync_directory(self.root)
+
+    def put_aside(self, directory: Path) -> Path:
+        """Take the checkpoint `directory` out of the directory of checkpoints; returns where it is now.
+
+        Durable after `fsync_directory(root)`; only then may its files be removed.
+        """
+        aside = self.directory / f"deleting-{directory.name}"
+        with self.fenced():
+            remove(aside)  # of an earlier removal that could not be finished
+            os.rename(directory, aside)
+        return aside
+
+    def _revoke_older(self) -> None:
+        for number in _generations(self.root):
+            if number < self.number:
+                old = self.root / f"{_GENERATION}{number:07d}"
+                with contextlib.suppress(FileNotFoundError):  # another start was faster
+                    os.rename(old, self.root / f"{_REVOKED}{number:07d}-{self.token}")
+        fsync_directory(self.root)
+        for claim in self.root.glob(f"{_CLAIM}*"):
+            remove(claim)
+        for revoked in sorted(self.root.glob(f"{_REVOKED}*")):
+            for path in revoked.glob(f"{REPLACED}*"):
+                restore_replaced(path, self.root)
+            remove(revoked)
+
+
+def _generations(root: Path) -> list[int]:
+    names = [path.name.removeprefix(_GENERATION) for path in root.glob(f"{_GENERATION}*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def _owner(generation: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((generation / _OWNER).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
