@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python 3.10+ and a C++ compiler:
-#   make demo   set up .venv, train on real text, save, resume at another layout, export to Hugging Face
+#   make demo   set up .venv, train on real text, save, resume at another layout, export to Hugging Face, report
 #   make test   set up .venv, run all tests
 # Every target can be interrupted and run again.
 PYTHON ?= python3
@@ -7,13 +7,14 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test check docker-lint image-steps interop clean
+.PHONY: help setup demo test check docker-lint image-steps docs interop clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
 	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker"
+	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 
 setup: $(VENV)/.installed
@@ -22,7 +23,7 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt megatron/core/datase
 	@echo "== setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed: make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev,plots]"
 	@touch $@
 
 demo: setup
@@ -42,6 +43,11 @@ docker-lint: setup
 
 image-steps:
 	PYTHON=$(PYTHON) .ci/image_steps tests/unit_tests/core tests/unit_tests/datasets
+
+docs: setup
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 interop: setup
 	$(PY) tests/interop/run.py

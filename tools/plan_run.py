@@ -3,7 +3,7 @@
     python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
     LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
 
-With --json the same, in bytes, for programs.
+With --json the same, in bytes, for programs; with --plot PNG as a picture (schedule and memory).
 The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status 1: it does not fit.
 """
 
@@ -14,8 +14,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from megatron.planning.pictures import plan_picture
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
@@ -46,6 +48,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         default=4.0,
         help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
     )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the pipeline schedule and the memory of stages")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead; sizes in bytes")
     options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
     given, _ = parse_flags(flag_parser(), rest)
@@ -151,6 +154,8 @@ def main(argv: Sequence[str]) -> int:
     assert config.model.vocab_size is not None
     others = [] if fits else alternatives(given, options.world_size, config.model.vocab_size)
     better = [(flags, other.largest) for flags, other in others if other.largest < needed]
+    if options.plot is not None:
+        plan_picture(plan, options.plot, available if limited else None, reserve if limited else 0.0)
     if options.json:
         ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
         answer = {"fits": fits, "alternatives": ways} if limited else {}

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.conversion.open_checkpoint import fault, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import verify
 from megatron.core.durable_files import write_durably
-from megatron.training.checkpoint.directory import fault, iteration_directory, saved_iterations
 from megatron.training.reporting.run_record import Start, finite, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")

@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument("tokenizer", help="SentencePiece model")
     parser.add_argument("--prompt", nargs="+", default=["Return the", "This function", "If the value is"])
     parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=0.5)
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -8,8 +8,8 @@ cd "$(dirname "$0")/../.."
 
 DEMO=${DEMO:-demo}
 PY=${VENV:-.venv}/bin/python
-TRAIN_ITERS=${TRAIN_ITERS:-240}   # first leg: data parallel, distributed optimizer
-TOTAL_ITERS=${TOTAL_ITERS:-400}   # second leg: tensor parallel, from the same checkpoint
+TRAIN_ITERS=${TRAIN_ITERS:-200}   # first leg: data parallel, distributed optimizer
+TOTAL_ITERS=${TOTAL_ITERS:-320}   # second leg: tensor parallel, from the same checkpoint
 mkdir -p "$DEMO"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 

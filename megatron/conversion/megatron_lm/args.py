@@ -78,6 +78,9 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
+    unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
+    if unknown:
+        raise CheckpointError(f"{where}: the stored arguments do not tell {', '.join(unknown)}")
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
             args[ours] = args[theirs]
@@ -196,5 +199,5 @@ def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
     """Raises ValueError that names every argument with which the run was another kind of model."""
     wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
     if wrong:
-        listed = ", ".join(f"--{name.replace('_', '-')} {args[name]}" for name in wrong)
+        listed = ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong)
         raise ValueError(f"{where} is of a model that is not supported here: {listed}")

@@ -30,7 +30,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
-from megatron.conversion.model_space.schemas import COMMON, scalar
+from megatron.conversion.model_space.schemas import COMMON, MAX_RANKS, scalar
 from megatron.conversion.model_space.source import TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.schema import (
@@ -62,9 +62,11 @@ def is_legacy(directory: Path) -> bool:
 def legacy_faults(directory: Path) -> list[str]:
     """Files that are missing or damaged: those of every rank that the stored arguments call for."""
     first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-    stored = _open(first).get("args")
+    stored = COMMON(_open(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
     tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
+    if tp * pp > MAX_RANKS:
+        return [f"{first}: {tp} x {pp} ranks are more than {MAX_RANKS}"]
     ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
     if not args or first.parent.name not in ranks:
         return []  # of a layout or an age that is refused when it is opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ class RankPlan:
     parameters: int  # elements, padding of the vocabulary left out
     weight_bytes: int
     optimizer_bytes: int  # of the whole rank: its replicas share them with the distributed optimizer
+    parts: dict[str, dict[str, int]]  # these bytes by part of the model and kind
 
 
 def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
@@ -38,17 +40,24 @@ def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
         check_parameters(source.tensors, {p.key: p.global_shape for p in parameters}, source.description)
         numels = {p.key: sum(torch.Size(box.shape).numel() for box in p.boxes) for p in parameters}
-        plans.append(
-            RankPlan(
-                tp,
-                pp,
-                layout.stages[pp],
-                sum(numels.values()),
-                _stored_bytes(source, numels, [""]),
-                _stored_bytes(source, numels, [f"optimizer.state.{state}." for state in _STATES]),
-            )
-        )
+        parts: dict[str, dict[str, int]] = {}
+        for key, numel in numels.items():
+            part = parts.setdefault(part_of(key), {"weights": 0, "optimizer": 0})
+            part["weights"] += _stored_bytes(source, {key: numel}, [""])
+            part["optimizer"] += _stored_bytes(source, {key: numel}, [f"optimizer.state.{s}." for s in _STATES])
+        weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
+        plans.append(RankPlan(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
     return plans
+
+
+def part_of(key: str) -> str:
+    """The part of the model that a tensor of this name belongs to, for people: `layer 3`, `embedding`."""
+    name = key.removeprefix("optimizer.state.").partition(".")[2] if key.startswith("optimizer.state.") else key
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer is not None:
+        return f"layer {layer[1]}"
+    named = {"embedding": "embedding", "output_layer": "output layer", "decoder.final_layernorm": "final norm"}
+    return next((text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0])
 
 
 def _stored_bytes(source: Source, numels: dict[str, int], prefixes: list[str]) -> int:

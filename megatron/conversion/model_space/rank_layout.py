@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.schemas import MAX_RANKS
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec
@@ -52,6 +53,8 @@ class Layout:
         **rules: Any,
     ) -> Layout:
         """Raises ValueError where the layers cannot be split like that; `rules` as in `pipeline_layer_ranges`."""
+        if tp * pp > MAX_RANKS:
+            raise ValueError(f"{tp} x {pp} ranks are more than {MAX_RANKS}")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
         stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last, **rules)
@@ -62,8 +65,8 @@ class Layout:
         """The layout that a Megatron-LM Namespace records."""
         return cls.of(
             args["num_layers"],
-            args["tensor_model_parallel_size"],
-            args["pipeline_model_parallel_size"],
+            args.get("tensor_model_parallel_size") or 1,
+            args.get("pipeline_model_parallel_size") or 1,
             args.get("virtual_pipeline_model_parallel_size") or 1,
             args.get("decoder_first_pipeline_num_layers"),
             args.get("decoder_last_pipeline_num_layers"),

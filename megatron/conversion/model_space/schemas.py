@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 LAYERS = integer(1, int(os.environ.get("MEGATRON_MAX_LAYERS", 10_000)))
 SIZE = integer(0, 2**31 - 1)  # of one dimension of a model
 RANKS = integer(1, 2**16)  # of one axis
+MAX_RANKS = 100_000  # of a model's layout
 
 
 def scalar(value: Any, where: str) -> Any:
@@ -50,7 +51,7 @@ def simple(value: Any, where: str) -> Any:
     return text()(value, where) if type(value) is str else number()(value, where)
 
 
-_OF_TYPE: dict[Any, Check] = {int: SIZE, float: number(), bool: boolean, str: text(256)}
+_OF_TYPE: dict[Any, Check] = {int: SIZE, float: number(-1e15, 1e15), bool: boolean, str: text(256)}
 
 
 def _check_of(kind: Any) -> Check:
@@ -65,6 +66,7 @@ def _check_of(kind: Any) -> Check:
 _MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}
 _RUN: dict[str, Check] = {
     "num_layers?": optional(LAYERS),
+    "rotary_base?": optional(number(1, 1e15)),
     "consumed_train_samples?": optional(COUNT),
     "consumed_valid_samples?": optional(COUNT),
     "model_vocab_size?": optional(SIZE),

@@ -63,7 +63,7 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     assert is_huggingface(GOLDEN / name)
     source = HuggingFaceSource(GOLDEN / name)
     assert source.unused == [] and source.training is None
-    assert write_huggingface(source, tmp_path / "out") == []
+    assert write_huggingface(source, tmp_path / "out", HuggingFaceOptions(trusted=(GOLDEN / name,))) == []
     assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
     found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
     assert_close(found, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)

@@ -59,6 +59,21 @@ def test_show(run, capsys):
     assert "30x20" in text and "bias" not in text
 
 
+def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
+    shares = tool.shares_of_files(run / "iter_0000030")
+    held = [kinds for parts in shares.values() for kinds in parts.values()]
+    assert sum(kinds.get("weights", 0) for kinds in held) >= 2440 and sum("objects" in kinds for kinds in held) == 1
+    sizes = {path.name: path.stat().st_size for path in (run / "iter_0000030").glob("*.distcp")}
+    for name, parts in shares.items():  # but for what aligns items in a file
+        assert 0 <= sizes.pop(name) - sum(sum(kinds.values()) for kinds in parts.values()) < 128
+    assert not sizes
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    assert main(["show", str(run), "--plot", str(tmp_path / "files.png")]) == 0
+    assert (tmp_path / "files.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["show", str(LLAMA / "legacy"), "--plot", str(tmp_path / "none.png")]) == 2
+    assert "use plan --plot" in capsys.readouterr().err
+
+
 def test_show_of_megatron_checkpoints(capsys):
     code, shown = json_of(capsys, "show", LLAMA / "torch_dist_fully_reshardable")
     assert shown["iteration"] == 5 and shown["args"]["num_layers"] == 4 and not shown["checksums"]
@@ -182,3 +197,11 @@ def test_plan_of_something_that_is_no_model(run, capsys):
     assert main(["plan", str(run)]) in (1, 2)
     assert main(["plan", str(run / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
+
+
+def test_plan_plots_who_reads_what(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra plots is not installed")
+    picture = tmp_path / "load.png"
+    layout = ["--pipeline-model-parallel-size", "2", "--plot", str(picture)]
+    assert main(["plan", str(LLAMA / "torch_dist_fully_reshardable"), *layout]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import fnmatch
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
-from megatron.conversion.model_space.load_plan import plan_load
+from megatron.conversion.model_space.load_plan import part_of, plan_load
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_checkpoint, require_checkpoint
@@ -41,6 +42,7 @@ from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
 from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums
 from megatron.core.dist_checkpointing.verification import total_bytes
+from megatron.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -112,11 +114,37 @@ def show(args: argparse.Namespace) -> int:
         for key, info in chosen.items()
     }
     result.pop("chunks", None)
+    if args.plot is not None:
+        if kind != "torch_dist":
+            raise ValueError(
+                f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
+            )
+        title = f"{path.name}: who wrote what"
+        shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
         print_show(result)
     return 0
+
+
+def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """Bytes by file, part of the model and kind; a file is `__{rank}_{writer}.distcp`, so also who wrote what."""
+    metadata = Reader(path).metadata
+    shares: dict[str, dict[str, dict[str, int]]] = {name: {} for name in sorted(metadata.file_sizes(), key=_numbers)}
+    for key, stored in metadata.tensors.items():
+        kind, chunks = key.split(".")[2] if key.startswith("optimizer.state.") else "weights", stored.chunks
+        for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
+            part = shares[chunks.files[file]].setdefault(part_of(key), {})
+            part[kind] = part.get(kind, 0) + length
+    for location in set(metadata.objects.values()):  # one may stand under several keys
+        part = shares[location.file].setdefault("objects", {})
+        part["objects"] = part.get("objects", 0) + location.length
+    return shares
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
 def _totals(view: View) -> dict[str, Any]:
@@ -343,6 +371,9 @@ def plan(args: argparse.Namespace) -> int:
         }
         for rank in ranks
     ]
+    if args.plot is not None:
+        shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
+        shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {_named(layout)}", "rank")
     if args.json:
         print(json.dumps({"path": str(args.path), "layout": layout, "loadable": True, "ranks": rows}, indent=1))
         return 0
@@ -353,6 +384,10 @@ def plan(args: argparse.Namespace) -> int:
         sizes = f"{_size(row['weight_bytes']):>12}{_size(row['optimizer_bytes']):>12}"
         print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
     return 0
+
+
+def _named(layout: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -384,6 +419,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         else:
             command.add_argument("--workers", type=int, default=4, help="files read at once")
         command.add_argument("--ckpt-step", type=int, help="the iteration, if PATH is a --save directory")
+        if name in ("show", "plan"):
+            command.add_argument("--plot", type=Path, metavar="PNG", help="draw which file or rank has what")
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)

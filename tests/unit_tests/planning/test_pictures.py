@@ -1,0 +1,60 @@
+"""The schedule in time has the bubble of the formula, and pictures are drawn."""
+
+import shlex
+import sys
+
+import pytest
+
+from megatron.planning.pictures import plan_picture, shares_picture, timeline
+from megatron.planning.run_plan import plan_run
+from megatron.training.config.run_config import parse_args
+from megatron.training.reporting.summary import run_shape
+from pretrain_gpt import model_provider
+
+image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)])
+def test_the_bubble_of_the_timeline_is_that_of_the_plan(stages, chunks, microbatches):
+    """Narayanan et al. 2021: (P - 1) / m of the time without bubble, over V with chunks; a pass takes 1 + 2."""
+    passes = timeline(stages, chunks, microbatches)
+    assert len(passes) == 2 * stages * chunks * microbatches
+    assert max(item.end for item in passes) == 3 * (chunks * microbatches + stages - 1)
+
+
+def test_passes_do_not_overlap_and_wait_for_their_input():
+    passes = timeline(4, 2, 8)
+    ends = {(item.stage, item.action): item.end for item in passes}
+    for stage in range(4):
+        own = sorted((item for item in passes if item.stage == stage), key=lambda item: item.start)
+        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+    for item in passes:
+        if item.action.kind == "forward" and item.stage > 0:
+            assert item.start >= ends[item.stage - 1, item.action]
+        if item.action.kind == "backward":
+            assert item.start >= ends[item.stage, item.action._replace(kind="forward")]
+
+
+def test_plan_picture(tmp_path):
+    flags = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    flags += "--train-iters 1 --global-batch-size 4 --pipeline-model-parallel-size 4 --mock-data "
+    config = parse_args(shlex.split(flags + "--tokenizer-type NullTokenizer --vocab-size 127"), 4)
+    config.set_vocab_size(128)
+    plan = plan_run(run_shape(config, 4, model_provider), 4)
+    plan_picture(plan, tmp_path / "new/plan.png", device_bytes=80e9, reserve=4e9)
+    plan_picture(plan, tmp_path / "plain.png")
+    drawn, plain = image.imread(tmp_path / "new/plan.png"), image.imread(tmp_path / "plain.png")
+    red = (abs(drawn[..., :3] - [0xC2 / 255, 0x33 / 255, 0x4D / 255]) < 0.02).all(-1)
+    assert red.sum() > 500 and red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
+
+
+def test_shares_picture(tmp_path):
+    shares = {"a": {"embedding": {"weights": 5}, "layer 10": {"weights": 1}}, "b": {"layer 9": {"exp_avg": 7}}}
+    shares_picture(shares, tmp_path / "shares.png", "who has what", "rank")
+    assert image.imread(tmp_path / "shares.png").shape[1] > 600
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="pip install 'matplotlib"):
+        shares_picture({"a": {"embedding": {"weights": 5}}}, tmp_path / "shares.png", "", "")
