@@ -11,7 +11,6 @@ on rank 0, the layout of all files, `.metadata`. Every save after the first cost
 import argparse
 import multiprocessing
 import pickle
-import resource
 import statistics
 import sys
 import tempfile
@@ -146,7 +145,9 @@ def _read(directory: str, keys: list[str] | None) -> ReadCost:
 
 
 def peak_memory() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    """GB that this process has had at most. (`ru_maxrss` of a new process would count its parent's.)"""
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) / 1e6
 
 
 def simulate(name: str, world: int, workers: int) -> None:

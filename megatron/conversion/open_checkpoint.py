@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
 from megatron.conversion.deepspeed.reader import UniversalSource
 from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
+from megatron.conversion.load import RunCheckpoint
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy, legacy_faults
 from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource, is_torch_dist, torch_dist_faults
 from megatron.conversion.model_space.source import Source
 from megatron.core.dist_checkpointing import CheckpointError, on_branch, read_lineage, read_tracker
+from megatron.core.dist_checkpointing.files import CHECKSUMS
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,20 @@ class Hints:
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
     qkv_layout: str | None = None  # of a universal checkpoint
     optimizer: bool = True  # False: its state is passed over, whatever it is
+    as_saved: bool = False  # what a run of ours saved keeps its keys and is not compared with its arguments
+    verify: bool = False  # compare what is read with the checksums
 
 
 class NoCheckpointError(ValueError):
     """A path does not name one checkpoint in a format that we know."""
+
+
+def _open_torch_dist(directory: Path, hints: Hints) -> Source:
+    if hints.as_saved:
+        common = read_common(directory, verify=hints.verify)
+        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
+            return RunCheckpoint(directory, common, hints.verify)
+    return TorchDistSource(directory, hints.optimizer, hints.verify)
 
 
 class Format(NamedTuple):
@@ -51,9 +64,7 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "torch_dist": Format(
-        is_torch_dist, torch_dist_faults, lambda directory, hints: TorchDistSource(directory, hints.optimizer)
-    ),
+    "torch_dist": Format(is_torch_dist, torch_dist_faults, _open_torch_dist),
     "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory, hints.optimizer)),
     "hf": Format(
         is_huggingface,
@@ -207,6 +218,11 @@ def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, h
 def open_found(found: Found, hints: Hints | None = None) -> Source:
     """A checkpoint that was found, perhaps by another process."""
     hints = hints or Hints()
+    if hints.verify and not (found.directory / CHECKSUMS).is_file():
+        raise ValueError(
+            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: leave the flag "
+            "away, or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
+        )
     source = FORMATS[found.format].open(found.directory, hints)
     source.args.update(hints.args)
     return source

@@ -107,7 +107,7 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
     """ENOSPC in the middle of a save although there are bytes: the file system has no inodes left."""
     disk.mount("size=64m")
     launcher.run(1, flags(disk.path, stop=2))
-    for spare in range(1, 16):
+    for spare in range(1, 40, 3):
         used = sum(1 for _ in disk.path.rglob("*")) + 1
         assert disk.remount(f"nr_inodes={used + spare}")
         job = launcher.start(1, flags(disk.path, mode, stop=4))

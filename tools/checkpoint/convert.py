@@ -26,7 +26,7 @@ from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
 from megatron.conversion.files import parse_size
 from megatron.conversion.open_checkpoint import FORMATS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import printable
+from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import make_parser, parse_flags
@@ -158,7 +158,7 @@ def main() -> None:
         notes: list[str] = []
         outcome = run(args, given, notes.append)
     except (ValueError, CheckpointError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {message_of(error)}")
     except SystemExit as error:
         if error.code in [128 + number for number in STOPPING]:
             print("interrupted: nothing was written", file=sys.stderr)

@@ -71,16 +71,16 @@ class TorchDistSource:
     `optimizer` its state is passed over, whatever it is.
     """
 
-    def __init__(self, directory: Path, optimizer: bool = True) -> None:
+    def __init__(self, directory: Path, optimizer: bool = True, verify: bool = False) -> None:
         self.description = f"torch_dist checkpoint {directory}"
-        self._reader = Reader(directory)
+        self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
         if not any(key.startswith(_OURS) for key in stored.tensors) and any("model." in key for key in stored.tensors):
             raise CheckpointError(
                 f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {next(iter(stored.tensors))}) "
                 "is not read here: save that run with --ckpt-format torch_dist"
             )
-        common = load_common(directory)
+        common = load_common(directory, verify=verify)
         if not common and COMMON_STATE in stored.objects:
             common = self._reader.read_object(COMMON_STATE)
         if "args" not in common and is_bridge(directory):

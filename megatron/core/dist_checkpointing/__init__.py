@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata,
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.lineage import Lineage, on_branch, read_lineage
-from megatron.core.dist_checkpointing.loading.load import LoadReport, load, load_common
+from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load, load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -48,6 +48,7 @@ __all__ = [
     "UnsafePickleError",
     "VerifyReport",
     "clean_up",
+    "fill",
     "flat_range_boxes",
     "in_memory",
     "is_complete",

@@ -125,15 +125,34 @@ def make_schedule(
 
 _STORED = (
     "max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
-    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
+    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
 )  # fmt: skip
 
 
-_IDLE = {  # field -> the style that, when it is "constant", makes the field mean nothing
-    "lr_decay_steps": "lr_decay_style",
-    "min_lr": "lr_decay_style",
-    "start_wd": "wd_incr_style",
-    "wd_incr_steps": "wd_incr_style",
+def _constant_lr(state: Mapping[str, Any]) -> bool:
+    return state.get("lr_decay_style") == "constant"
+
+
+def _constant_wd(state: Mapping[str, Any]) -> bool:
+    return state.get("wd_incr_style") == "constant"
+
+
+def _no_wsd(state: Mapping[str, Any]) -> bool:
+    return state.get("lr_decay_style") != "WSD"
+
+
+def _no_warmup(state: Mapping[str, Any]) -> bool:
+    return not state.get("lr_warmup_steps")
+
+
+_IDLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # field -> the schedules in which it means nothing
+    "lr_decay_steps": _constant_lr,
+    "min_lr": _constant_lr,
+    "start_wd": _constant_wd,
+    "wd_incr_steps": _constant_wd,
+    "wsd_decay_steps": _no_wsd,
+    "wsd_decay_style": _no_wsd,
+    "init_lr": _no_warmup,
 }
 
 
@@ -184,8 +203,8 @@ class OptimizerParamScheduler:
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **different)
         elif not self._override:
-            constant = {name for name, style in _IDLE.items() if state.get(style) == now[style] == "constant"}
-            different = {name: value for name, value in different.items() if name not in constant}
+            idle = {name for name, is_idle in _IDLE.items() if is_idle(state) and is_idle(now)}
+            different = {name: value for name, value in different.items() if name not in idle}
         if different:
             self._settled(", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items()))
         if "num_steps" not in state:

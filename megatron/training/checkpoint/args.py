@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.conversion.megatron_lm.args import ASKED_FOR, read_common
-from megatron.conversion.open_checkpoint import find_checkpoint, open_found
+from megatron.conversion.megatron_lm.args import ASKED_FOR
+from megatron.conversion.open_checkpoint import Hints, find_checkpoint, open_found
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.transformer_config import deciding_fields, is_used
 from megatron.training.config.arguments import Given
@@ -62,8 +62,7 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
         found = find_checkpoint(root, step)
         if found is None:
             raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
-        common = read_common(found.directory) if found.format == "torch_dist" else {}
-        return stored_args(vars(common["args"]) if "args" in common else open_found(found).args)
+        return stored_args(open_found(found, Hints(optimizer=False, as_saved=True)).args)
 
     return Coordination.of(None).at_coordinator(read)
 

@@ -94,13 +94,26 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
     return [state]
 
 
-def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> None:
-    """Restore the generators of this process. Raises CheckpointError for a state that is none."""
+def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
+    """Restore the generators of this process; returns which of them do not fit and stay as they are.
+
+    Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises CheckpointError for a state
+    that is none.
+    """
     _STATE(state, "the state of the random number generators")
+    unfit = []
     kind, keys, gauss = state["random_rng_state"]
     random.setstate((kind, tuple(keys), gauss))
     np.random.set_state(tuple(state["np_rng_state"]))
     torch.set_rng_state(state["torch_rng_state"])
-    if torch.cuda.is_available() and state["cuda_rng_state"] is not None:
-        torch.cuda.set_rng_state(state["cuda_rng_state"])
-    rng.set_state(state["rng_tracker_states"][_TRACKER_STATE])
+    cuda = state["cuda_rng_state"]
+    if (cuda is not None) != torch.cuda.is_available():
+        unfit.append("of CUDA")
+    elif cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    tracker = state["rng_tracker_states"].get(_TRACKER_STATE)
+    if tracker is None or tracker.numel() != rng.get_state().numel():
+        unfit.append("of the tensor-parallel regions")
+    else:
+        rng.set_state(tracker)
+    return unfit

@@ -34,6 +34,8 @@ def runs(tmp_path_factory):
         for iteration in (5, 10):
             source = random_source(GPT_ARGS, seed=iteration)
             source.training.iteration = iteration
+            for group in source.training.param_groups:
+                group["step"] = iteration
             part = tmp_path_factory.mktemp("part")
             WRITERS[name](source, part, Options(tensor_parallel=2), no_progress)
             shutil.copytree(part, roots[name], dirs_exist_ok=True)

@@ -130,8 +130,9 @@ def saved():
     return first.state_dict()
 
 
-def test_state_dict_is_megatron_lms():
-    assert saved() == {
+def test_state_dict_is_megatron_lms_and_what_that_leaves_out():
+    left_out = {"init_lr": 0.0, "wsd_decay_steps": None, "wsd_decay_style": "exponential"}
+    assert saved() == left_out | {
         "max_lr": MAX, "lr_warmup_steps": 16, "num_steps": 40, "lr_decay_style": "cosine", "lr_decay_steps": 80,
         "min_lr": MIN, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80,
     }  # fmt: skip
@@ -178,6 +179,31 @@ def test_what_is_constant_may_go_on_longer():
     )
     with pytest.raises(ValueError, match=r"wd_incr_steps: 80 \(now 160\)"):
         OptimizerParamScheduler(groups(), rising).load_state_dict(saved())
+
+
+@pytest.mark.parametrize(
+    "style,change,message",
+    [
+        ("WSD", {"wsd_decay_steps": 40}, r"wsd_decay_steps: 20 \(now 40\)"),
+        ("WSD", {"wsd_decay_style": "linear"}, r"wsd_decay_style: cosine \(now linear\)"),
+        ("cosine", {"init_lr": 1e-4}, r"init_lr: 0.0 \(now 0.0001\)"),
+        ("cosine", {"wsd_decay_steps": 40, "wsd_decay_style": "linear"}, None),  # means nothing there
+        ("cosine", {"init_lr": 1e-4, "lr_warmup_steps": 0}, None),
+    ],
+)
+def test_every_flag_of_the_schedule_is_compared(style, change, message):
+    flags = {"max_lr": MAX, "min_lr": MIN, "lr_decay_steps": 80, "lr_decay_style": style}
+    flags |= {"wsd_decay_steps": 20, "wsd_decay_style": "cosine", "lr_warmup_steps": change.get("lr_warmup_steps", 16)}
+    stored = OptimizerParamScheduler(groups(), Schedule(**flags)).state_dict()
+    changed = Schedule(**flags | change)
+    if message is None:
+        OptimizerParamScheduler(groups(), changed).load_state_dict(stored)
+        return
+    with pytest.raises(ValueError, match=message):
+        OptimizerParamScheduler(groups(), changed).load_state_dict(stored)
+    scheduler = OptimizerParamScheduler(groups(), changed, use_checkpoint=True)
+    scheduler.load_state_dict(stored)
+    assert scheduler.schedule == Schedule(**flags)
 
 
 def test_override_takes_the_flags(caplog):

@@ -40,6 +40,7 @@ from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_c
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.planning.pictures import shares_picture
@@ -447,7 +448,7 @@ def main(argv: list[str]) -> int:
     try:
         return args.run(args)
     except (ValueError, CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {message_of(error)}", file=sys.stderr)
         return 2
 
 

@@ -46,6 +46,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def message_of(error: BaseException) -> str:
+    """What an error says, for a terminal: its own lines, and nothing in them that is not printable."""
+    return "\n".join(map(printable, str(error).split("\n")))
+
+
 def refuse(where: str, value: Any, wanted: str) -> NoReturn:
     raise CheckpointError(f"{where} is {shown(value)}, but must be {wanted}")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -17,7 +18,13 @@ from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.block_verifier import BlockVerifier
 from megatron.core.dist_checkpointing.loading.fully_parallel_load import boxes_of, exchange, share_reading, view_of
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-from megatron.core.dist_checkpointing.loading.strictness import KeyReport, check_strictness, compare_keys, react
+from megatron.core.dist_checkpointing.loading.strictness import (
+    Contents,
+    KeyReport,
+    check_strictness,
+    compare_keys,
+    react,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
@@ -53,26 +60,63 @@ def load(
     `exchange_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
-    check_strictness(strictness)
-    started = time.perf_counter()
     coordination = Coordination.of(group)
     reader: Reader | None = None
     error: CheckpointError | None = None
-    report, shares = KeyReport([], []), []
     try:
         reader = Reader(directory, verify=verify)
-        spec = describe(state)
     except CheckpointError as caught:
         error = caught
     coordination.raise_together(error)
     assert reader is not None
+    options: dict[str, Any] = {"group": group, "strictness": strictness, "skip": skip, "workers": workers}
+    return fill(state, reader, str(directory), **options, exchange_group=exchange_group)
+
+
+class BoxReader(Protocol):
+    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are ValueErrors."""
+
+    bytes_needed: int
+    bytes_read: int
+
+    @property
+    def metadata(self) -> Contents: ...
+
+    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None: ...
+
+    def read_object(self, key: str) -> Any: ...
+
+
+def fill(
+    state: ShardedStateDict,
+    reader: BoxReader,
+    where: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    strictness: str = "raise_all",
+    skip: Callable[[str], bool] = lambda key: False,
+    workers: int = 4,
+    exchange_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """`load` from what is open already, whatever its format; `where` names it in messages. A collective."""
+    check_strictness(strictness)
+    started = time.perf_counter()
+    coordination = Coordination.of(group)
+    error: ValueError | None = None
+    report, shares, spec = KeyReport([], []), [], LocalSpec((), ())
+    try:
+        spec = describe(state)
+        _check_apart(state)
+    except ValueError as caught:
+        error = caught
+    coordination.raise_together(error)
     specs = coordination.all_gather(spec._replace(tensors=tuple(t._replace(boxes=()) for t in spec.tensors)))
     try:
-        report = compare_keys(specs, reader.metadata, skip, directory)
-        report = react(report, strictness, reader.metadata, directory, log=coordination.is_coordinator)
+        report = compare_keys(specs, reader.metadata, skip, where)
+        report = react(report, strictness, reader.metadata, where, log=coordination.is_coordinator)
         shares = _shares(state, reader, spec, exchange_group)
         objects = _read_local(state, reader, workers, shares, exchange_group)
-    except CheckpointError as caught:
+    except ValueError as caught:
         error = caught
     coordination.raise_together(error)
     if any(shares):
@@ -81,8 +125,19 @@ def load(
     return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
 
 
+def _check_apart(state: ShardedStateDict) -> None:
+    """No memory is filled from two keys: threads would race for it. (Only contiguous boxes are looked at.)"""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
+        for (key, _), box in boxes_of(state).items()
+        if (tensor := box.tensor).is_contiguous() and tensor.nbytes
+    )
+    for (_, stop, key), (start, _, other) in pairwise(spans):
+        assert stop <= start or key == other, f"{key} and {other} are the same memory, which must have one source"
+
+
 def _shares(
-    state: ShardedStateDict, reader: Reader, spec: LocalSpec, group: dist.ProcessGroup | None
+    state: ShardedStateDict, reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None
 ) -> list[list[Item]]:
     """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
     if group is None or dist.get_world_size(group) == 1:
@@ -93,7 +148,7 @@ def _shares(
 
 def _read_local(
     state: ShardedStateDict,
-    reader: Reader,
+    reader: BoxReader,
     workers: int,
     shares: list[list[Item]],
     group: dist.ProcessGroup | None,

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec
 
 logger = logging.getLogger(__name__)
+
+
+class Contents(Protocol):
+    """What there is to load."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By key: something with the global `shape`."""
+        ...
+
+    @property
+    def objects(self) -> Collection[str]: ...
+
 
 RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
 
@@ -49,7 +61,7 @@ def check_strictness(strictness: str) -> None:
 
 
 def compare_keys(
-    specs: Iterable[LocalSpec], metadata: CheckpointMetadata, skip: Callable[[str], bool], directory: object
+    specs: Iterable[LocalSpec], metadata: Contents, skip: Callable[[str], bool], directory: object
 ) -> KeyReport:
     """`specs` of all ranks against the checkpoint. Raises CheckpointError if shapes differ or a kind does."""
     requested: dict[str, tuple[int, ...] | None] = {}
@@ -66,12 +78,12 @@ def compare_keys(
             wrong.append(f"{key}: {metadata.tensors[key].shape} in the checkpoint, {shape} here")
     if wrong:
         raise CheckpointError(f"{directory}: does not fit this model:\n  " + _lines(wrong))
-    stored = metadata.tensors.keys() | metadata.objects.keys()
+    stored = metadata.tensors.keys() | set(metadata.objects)
     missing = sorted(key for key in stored - requested.keys() if not skip(key))
     return KeyReport(sorted(requested.keys() - stored), missing)
 
 
-def react(report: KeyReport, strictness: str, metadata: CheckpointMetadata, directory: object, log: bool) -> KeyReport:
+def react(report: KeyReport, strictness: str, metadata: Contents, directory: object, log: bool) -> KeyReport:
     """Raise or log as `strictness` says; what is left is for the caller. `log` is true on one rank."""
     reaction = STRICTNESS[strictness]
     stored = [*metadata.tensors, *metadata.objects]

@@ -49,16 +49,16 @@ class Coordination:
         return values
 
     def at_coordinator(self, function: Callable[[], T]) -> T:
-        """The result of `function()` on rank 0, on all ranks; a ValueError of it is raised on all."""
+        """The result of `function()` on rank 0, on all ranks; a ValueError or OSError of it is raised on all."""
         answer: list[Any] = [None]
         if self.is_coordinator:
             try:
                 answer = [function()]
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 answer = [error]
         if self.size > 1:
             dist.broadcast_object_list(answer, src=self._global_rank(0), group=self.group)
-        if isinstance(answer[0], ValueError):
+        if isinstance(answer[0], (ValueError, OSError)):
             raise answer[0]
         result: T = answer[0]
         return result

@@ -1,0 +1,135 @@
+"""One load path: its flags mean the same for every format, and a rank looks only at what it needs."""
+
+import builtins
+import io
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from training_harness import LAYOUTS, MODELS, train, whole
+
+import megatron.conversion.load as loading
+import megatron.training.checkpoint.checkpointing as checkpointing
+from megatron.conversion.convert import Options, convert
+from tests.compare import assert_same
+
+FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
+FORMATS = ("torch_dist", "legacy", "universal", "hf")
+
+
+@pytest.fixture(scope="module")
+def runs(pool, tmp_path_factory):
+    """By format: a checkpoint of the same run, and what that run held."""
+    roots = {"torch_dist": tmp_path_factory.mktemp("run")}
+    saved = whole(pool.run(train, 1, f"{FLAGS} --exit-interval 3 --save {roots['torch_dist']}"))
+    for form in FORMATS[1:]:
+        roots[form] = tmp_path_factory.mktemp("converted") / form
+        convert(roots["torch_dist"], roots[form], form, options=Options(optim_sidecar=True))
+    return roots, saved
+
+
+def counting_train(rank, world_size, flags):
+    """What `train` gives, and how many bytes this rank asked its reader for."""
+    counted = []
+
+    def fill(*args, **options):
+        counted.append(original(*args, **options))
+        return counted[-1]
+
+    original, loading.fill = loading.fill, fill
+    try:
+        return train(rank, world_size, flags), counted[0].bytes_needed
+    finally:
+        loading.fill = original
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_replicas_share_the_reading(pool, runs, form):
+    roots, saved = runs
+    flags = f"{FLAGS} --load {roots[form]} --skip-train"
+    alone = pool.run(counting_train, 2, flags)
+    shared = pool.run(counting_train, 2, f"{flags} --ckpt-fully-parallel-load")
+    for results in (alone, shared):
+        assert_same(whole([outcome for outcome, _ in results]), saved)
+    assert sum(count for _, count in shared) == alone[0][1] == alone[1][1]
+
+
+@pytest.mark.parametrize("form", FORMATS[1:])
+def test_verifying_a_format_without_checksums_is_refused_by_name(pool, runs, form):
+    with pytest.raises(ValueError, match=rf"--ckpt-verify: .*\({form}\) has no checksums"):
+        pool.run(train, 2, f"{FLAGS} --load {runs[0][form]} --skip-train --ckpt-verify")
+
+
+DECIDING = ("metadata.json", "checksums.json", "latest_checkpointed_iteration.txt")
+WATCHED = ("common.pt", ".metadata", *DECIDING)
+
+
+def watching_train(rank, world_size, flags):
+    """What `train` gives, and how often this rank opened or asked for a file of the checkpoint, by (what, name)."""
+    seen = Counter()
+
+    def spy(kind, function):
+        def call(path, *args, **options):
+            if isinstance(path, (str, os.PathLike)) and (Path(path).suffix == ".distcp" or Path(path).name in WATCHED):
+                seen[kind, Path(path).name] += 1
+            return function(path, *args, **options)
+
+        return call
+
+    spied = [(os, "stat"), (os, "open"), (io, "open"), (builtins, "open")]
+    originals = [getattr(module, name) for module, name in spied]
+    for (module, name), function in zip(spied, originals, strict=True):
+        setattr(module, name, spy(name, function))
+    try:
+        return train(rank, world_size, flags), seen
+    finally:
+        for (module, name), function in zip(spied, originals, strict=True):
+            setattr(module, name, function)
+
+
+def test_no_rank_but_the_first_looks_for_the_files_of_others(pool, tmp_path):
+    flags = f"{FLAGS} {LAYOUTS['tp2_dp2'][1]}"
+    pool.run(train, 4, f"{flags} --exit-interval 3 --save {tmp_path}")
+    results = pool.run(watching_train, 4, f"{flags} --load {tmp_path} --skip-train")
+    asked = [{name for kind, name in seen if kind == "stat"} for _, seen in results]
+    assert {f"__{rank}_0.distcp" for rank in range(4)} <= asked[0], "one rank looks at all"
+    for rank in range(1, 4):
+        assert not any(name.endswith(".distcp") or name in DECIDING for name in asked[rank]), asked[rank]
+        assert not any(results[rank][1]["open", name] for name in DECIDING)
+    for name in ("common.pt", ".metadata"):
+        assert [seen["open", name] for _, seen in results] == [1, 1, 1, 1]
+
+
+def train_as_on_a_gpu(rank, world_size, flags):
+    """Saves what a rank with a GPU saves: CUDA's generators of 16 bytes."""
+
+    def get_rng_state(rng):
+        cuda = torch.arange(16, dtype=torch.uint8)
+        return original(rng) | {"cuda_rng_state": cuda, "rng_tracker_states": {"model-parallel-rng": cuda}}
+
+    original, checkpointing.get_rng_state = checkpointing.get_rng_state, get_rng_state
+    try:
+        return train(rank, world_size, flags)
+    finally:
+        checkpointing.get_rng_state = original
+
+
+def test_from_a_gpu_to_the_cpu(pool, tmp_path):
+    """Its generators do not fit: they are seeded anew, so that the run goes on, and can be repeated."""
+    flags = f"{FLAGS} --hidden-dropout 0.1 --attention-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel"
+    pool.run(train_as_on_a_gpu, 2, f"{flags} --exit-interval 3 --save {tmp_path}")
+    first, second = (pool.run(train, 2, f"{flags} --load {tmp_path}") for _ in range(2))
+    assert first[0].iteration == 6
+    assert_same(whole(first), whole(second))
+
+
+def test_another_optimizer_names_the_ways_out(pool, runs):
+    flags = f"{FLAGS} --load {runs[0]['torch_dist']} --skip-train --optimizer sgd"
+    with pytest.raises(ValueError, match=r"--optimizer adam.*--no-load-optim.*--finetune.*--optimizer adam"):
+        pool.run(train, 2, flags)
+    loaded = pool.run(train, 2, f"{flags} --no-load-optim")
+    assert loaded[0].iteration == 3
+    key = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(whole(loaded)[key], runs[1][key])

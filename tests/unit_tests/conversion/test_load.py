@@ -1,0 +1,55 @@
+"""The one engine of loading, over a checkpoint of any format."""
+
+import pytest
+import torch
+from memory_source import GPT_ARGS, random_source
+
+from megatron.conversion.load import load_from_source
+from megatron.core.dist_checkpointing import ShardedTensor
+
+PRESENT, ABSENT = "decoder.final_layernorm.weight", "decoder.final_layernorm.wait"
+REST = "in the checkpoint but asked for by no rank"
+
+
+def state(*keys):
+    return {key: ShardedTensor.replicated(key, torch.zeros(32)) for key in keys}
+
+
+def weights_only(key):
+    return key.startswith("optimizer.")
+
+
+def test_every_strictness(caplog):
+    source = random_source(GPT_ARGS)
+    others = [key for key in source.tensors if not weights_only(key) and key != PRESENT]
+    for strictness in ("raise_unexpected", "assume_ok_unexpected", "raise_all"):
+        wanted = state(PRESENT, ABSENT)
+        message = rf"(?s)in memory: keys asked for but not.*{ABSENT} \(there is {PRESENT}"
+        with pytest.raises(ValueError, match=message) as error:
+            load_from_source(wanted, source, strictness=strictness, skip=weights_only)
+        assert (REST in str(error.value)) == (strictness == "raise_all")
+        assert not wanted[PRESENT].local.any(), "nothing is changed before"
+    for strictness in ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"):
+        caplog.clear()
+        wanted = state(PRESENT, ABSENT)
+        report = load_from_source(wanted, source, strictness=strictness, skip=weights_only)
+        assert torch.equal(wanted[PRESENT].local, source.values[PRESENT]) and not wanted[ABSENT].local.any()
+        assert report.unexpected == ([ABSENT] if strictness.startswith("return") else [])
+        assert report.missing == (sorted(others) if strictness == "return_all" else [])
+        assert (ABSENT in caplog.text) == strictness.startswith("log") and (REST in caplog.text) == (
+            strictness == "log_all"
+        )
+
+
+def test_another_shape_is_an_error_however_lenient():
+    wanted = {PRESENT: ShardedTensor.replicated(PRESENT, torch.zeros(31))}
+    with pytest.raises(ValueError, match=rf"{PRESENT}: \(32,\) in the checkpoint, \(31,\) here"):
+        load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")
+
+
+def test_one_memory_has_one_source():
+    """The defect of bf16 checkpoints in fp32 runs: two keys for one tensor, filled in any order."""
+    tensor, other = torch.zeros(32), "optimizer.state.param." + PRESENT
+    wanted = {key: ShardedTensor.replicated(key, tensor) for key in (PRESENT, other)}
+    with pytest.raises(AssertionError, match="are the same memory"):
+        load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")
