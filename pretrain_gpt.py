@@ -17,6 +17,7 @@ from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch.initialize import environment_world_size, errors_explained_once
+from megatron.training.reporting.summary import dry_run
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
 
@@ -62,6 +63,10 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
 
 
 def main() -> None:
+    if "--dry-run" in sys.argv:
+        with errors_explained_once(status=2):
+            print(dry_run(sys.argv[1:], model_provider))
+        return
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)

@@ -1,8 +1,9 @@
 """The topology of a run as a value: which rank stands where on the TP, DP and PP axes.
 
 Rank order is Megatron's: TP varies fastest, then DP, then PP
-(`rank = tp + TP * (dp + DP * pp)`; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training").
-`ParallelState` is built once and passed down; layers take a single `Axis`. There are no module globals.
+(`rank = tp + TP * (dp + DP * pp)`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient Large-Scale
+Language Model Training"). `ParallelState` is built once and passed down; layers take a single `Axis`. There are no
+module globals.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class ParallelConfig:
     """Micro batches that pass one model chunk of a stage before the next chunk. Default: the number of stages."""
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
+    use_tp_pp_dp_mapping: bool = flag(False)
+    """Count ranks over TP, then PP, then DP, so that the stages of a replica are neighbours; else TP, DP, PP."""
 
     @property
     def tp_size(self) -> int:
@@ -60,6 +63,19 @@ class ParallelConfig:
                 f"--virtual-pipeline-model-parallel-size {self.vpp_size} needs --pipeline-model-parallel-size > 1"
             )
         return world_size // model
+
+    def place(self, rank: int, world_size: int) -> tuple[int, int, int]:
+        """Where a rank stands: its (tp, dp, pp)."""
+        tp, rest, dp_size = rank % self.tp_size, rank // self.tp_size, self.dp_size(world_size)
+        if self.use_tp_pp_dp_mapping:
+            return tp, rest // self.pp_size, rest % self.pp_size
+        return tp, rest % dp_size, rest // dp_size
+
+    def rank_at(self, tp: int, dp: int, pp: int, world_size: int) -> int:
+        """The rank that stands there."""
+        if self.use_tp_pp_dp_mapping:
+            return tp + self.tp_size * (pp + self.pp_size * dp)
+        return tp + self.tp_size * (dp + self.dp_size(world_size) * pp)
 
 
 @dataclass(frozen=True)
@@ -160,12 +176,11 @@ def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) ->
     ends = sorted({0, pp_size - 1})
 
     def rank_of(tp: int, dp: int, pp: int) -> int:
-        return tp + tp_size * (dp + dp_size * pp)
+        return config.rank_at(tp, dp, pp, world_size)
 
     at_tp, at_dp, at_pp = tps, dps, pps  # the groups are along one axis, at these places on the others
     if rank is not None:
-        place = (rank % tp_size, rank // tp_size % dp_size, rank // (tp_size * dp_size))
-        at_tp, at_dp, at_pp = (range(i, i + 1) for i in place)
+        at_tp, at_dp, at_pp = (range(i, i + 1) for i in config.place(rank, world_size))
     embedding = [tuple(rank_of(t, d, p) for p in ends) for d in at_dp for t in at_tp]
     if rank is not None and at_pp[0] not in ends:
         embedding = [(rank,)]

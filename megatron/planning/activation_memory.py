@@ -68,7 +68,7 @@ class ActivationMemory:
     @property
     def blocks(self) -> int:
         """Widths of the MLP's first matrix."""
-        return 2 if self.config.swiglu else 1
+        return 2 if self.config.gated else 1
 
     @cached_property
     def layer(self) -> int:
@@ -126,7 +126,7 @@ class ActivationMemory:
         points = {
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
-            "activation": (3 if c.swiglu else 1) * self.inner,
+            "activation": (3 if c.gated else 1) * self.inner,
             "first linear layer": self.whole
             + (self.whole + self.residual if self.sequence_parallel else 0)
             + self.blocks * weight_grad

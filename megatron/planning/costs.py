@@ -29,7 +29,7 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
     qkv = config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
     scores_and_values = 2 * attention_width * attended_keys(config, seq_length)
     projection = attention_width * config.hidden_size
-    mlp = (3 if config.swiglu else 2) * config.hidden_size * config.ffn_size
+    mlp = (3 if config.gated else 2) * config.hidden_size * config.ffn_size
     layer = qkv + scores_and_values + projection + mlp
     logits = config.hidden_size * vocab_size
     return 6 * (config.num_layers * layer + logits)

@@ -103,8 +103,8 @@ class RunPlan:
 def plan_run(run: RunShape, world_size: int) -> RunPlan:
     """The plan of a run of `world_size` ranks."""
     pp_size, vpp_size, num_microbatches = run.parallel.pp_size, run.parallel.vpp_size, run.num_microbatches
-    step = world_size // pp_size
-    states = [ParallelState.for_rank(run.parallel, world_size, stage * step) for stage in range(pp_size)]
+    ranks = [run.parallel.rank_at(0, 0, stage, world_size) for stage in range(pp_size)]
+    states = [ParallelState.for_rank(run.parallel, world_size, rank) for rank in ranks]
     built = [(ps, list(empty_chunks(run, ps))) for ps in states]
     stages = tuple(_plan_stage(run, ps, chunks) for ps, chunks in built)
     sizes = stored_sizes([chunk for _, chunks in built for chunk in chunks])

@@ -21,7 +21,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     """
     for chunk in run.chunks:
         chunk.eval()
-    num_microbatches = run.batches.global_batch_size // run.batches.samples_per_microbatch
+    num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
     totals = torch.zeros(2, device=run.device)
     with run.timers("evaluate"):
         for _ in range(run.config.training.eval_iters):

@@ -100,6 +100,11 @@ class Run:
         return training.train_iters or 0
 
     @property
+    def eval_batch_size(self) -> int:
+        """Samples of all replicas per batch of an evaluation."""
+        return self.config.training.eval_global_batch_size or self.batches.global_batch_size
+
+    @property
     def learning_rate(self) -> float:
         """That of the parameters without one of their own."""
         return next(group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"])

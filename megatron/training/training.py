@@ -289,7 +289,7 @@ def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> N
         report(run, name, loss, writers)
         if name == "validation":
             run.validated = (run.state.iteration, loss)
-        run.state.consumed_valid_samples += run.config.training.eval_iters * run.batches.global_batch_size
+        run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
 
 
 def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> None:

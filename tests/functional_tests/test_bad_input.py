@@ -107,13 +107,18 @@ def test_corrupt_tracker(pool, tmp_path):
 
 @pytest.mark.parametrize("path", ["empty", "absent"])
 def test_load_without_a_checkpoint(pool, tmp_path, path):
-    """Never a silent random initialisation, except in the restart idiom of job scripts."""
+    """Random weights only where nothing says that a checkpoint is meant, and never without a word."""
     (tmp_path / "empty").mkdir()
     directory, other = tmp_path / path, tmp_path / "other"
-    with pytest.raises(ValueError, match=rf"{path} holds no checkpoint.*random weights"):
-        pool.run(train, 2, f"{MOCK} --load {directory}")
-    with pytest.raises(ValueError, match=rf"{path} holds no checkpoint.*random weights"):
-        pool.run(train, 1, f"{MOCK} --load {directory} --save {other}")
+    for meant in ("--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint", "--use-checkpoint-args"):
+        with pytest.raises(
+            ValueError, match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* holds no|--ckpt-step 3"
+        ):
+            pool.run(train, 1, f"{MOCK} --load {directory} --save {other} {meant}")
+    assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
+    (other / "half").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds no checkpoint, but it is not empty"):
+        pool.run(train, 1, f"{MOCK} --load {other}")
     restart = f"{MOCK} --load {directory} --save {directory}"
     with pytest.raises(ValueError, match="--exit-on-missing-checkpoint"):
         pool.run(train, 1, f"{restart} --exit-on-missing-checkpoint")

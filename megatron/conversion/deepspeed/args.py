@@ -20,8 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 # Their argument -> the only value that our model can express.
 _REQUIRED = {
     "apply_residual_connection_post_layernorm": False,
-    "apply_layernorm_1p": False,
-    "squared_relu": False,
     "glu_activation": None,
     "num_experts": [1],
     "onnx_safe": None,
@@ -87,8 +85,11 @@ def write_args(
 ) -> argparse.Namespace:
     """All arguments under our names and under theirs, with the consumed samples: else their data would start over.
 
-    `blocks` of q, k and v are marked as their writers mark them.
+    `blocks` of q, k and v are marked as their writers mark them. ValueError for a model that they do not have.
     """
+    for name in ("quick_geglu", "rotary_interleaved"):
+        if getattr(config, name):
+            raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
     theirs: dict[str, Any] = {
         "num_key_value_heads": config.query_groups,

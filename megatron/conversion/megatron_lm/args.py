@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.schemas import COMMON
 from megatron.conversion.model_space.source import TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, load_common
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
@@ -162,7 +162,9 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
-    return optimizer.get("grad_scaler") or None if isinstance(optimizer, Mapping) else None
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
+    values = (scaler or {}).items()
+    return {name: value.read() if isinstance(value, FileTensor) else value for name, value in values} or None
 
 
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
@@ -172,14 +174,9 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "num_experts": (None, 1),
     "multi_latent_attention": (False, None),
-    "apply_layernorm_1p": (False, None),
-    "layernorm_zero_centered_gamma": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
-    "squared_relu": (False, None),
-    "quick_geglu": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
-    "rotary_interleaved": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "rope_type": (None, "rope"),
     "no_rope_freq": (None,),
@@ -197,26 +194,10 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
 }
 
-# Where ranks hold other parameters than `rank_layout` says. Only files that are cut by rank depend on it.
-_LAYOUT: dict[str, tuple[Any, ...]] = {
-    "pipeline_model_parallel_layout": (None,),
-    "account_for_embedding_in_pipeline_split": (False, None),
-    "account_for_loss_in_pipeline_split": (False, None),
-}
-
 
 def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
     """Raises ValueError that names every argument with which the run was another kind of model."""
-    _refuse(args, _MODEL, f"{where} is of a model that is not supported here: ")
-
-
-def refuse_unsupported_layout(args: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError that names every argument with which the layers were distributed by another rule."""
-    way_out = "(save it with --ckpt-format torch_dist, and take the weights alone: --no-optim, --no-load-optim): "
-    _refuse(args, _LAYOUT, f"{where}: its files are cut by a pipeline layout that is not supported here {way_out}")
-
-
-def _refuse(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], message: str) -> None:
-    wrong = [name for name, values in known.items() if name in args and args[name] not in values]
+    wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
     if wrong:
-        raise ValueError(message + ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong))
+        listed = ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong)
+        raise ValueError(f"{where} is of a model that is not supported here: {listed}")

@@ -15,7 +15,6 @@ from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
-    refuse_unsupported_layout,
     stored_model,
     training_state,
 )
@@ -87,7 +86,6 @@ class LegacySource:
         first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
         first = _open(first_file)
         self.args = arguments(first, str(first_file))
-        refuse_unsupported_layout(self.args, self.description)
         layout = Layout.from_args(self.args)
         folders = {rank: directory / rank_directory(*rank, layout.parallel.pp_size) for rank in layout.ranks}
         files = {rank: COMMON(_open(folder / MODEL_FILE), str(folder / MODEL_FILE)) for rank, folder in folders.items()}

@@ -78,9 +78,12 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     tp, pp = layout.parallel.tp_size, layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
+    placed = layout.arguments()
+    if "pipeline_model_parallel_layout" not in args and placed["pipeline_model_parallel_layout"] is None:
+        del placed["pipeline_model_parallel_layout"]  # releases before 0.13 do not have it
     return (
         args
-        | layout.arguments()
+        | placed
         | {
             "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
             "make_vocab_size_divisible_by": divisible_by,

@@ -12,7 +12,6 @@ import torch
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
-    refuse_unsupported_layout,
     stored_model,
     training_state,
 )
@@ -162,7 +161,6 @@ class TorchDistSource:
 
     def _add_buckets(self, buckets: dict[tuple[int, int, int, str], str]) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
-        refuse_unsupported_layout(self.args, self.description)
         layout = Layout.from_args(self.args)
         states = sorted({state for *_, state in buckets})
         for group, (tp, pp) in enumerate(layout.ranks):

@@ -6,7 +6,7 @@ The model is built on the meta device, rank by rank: no memory, no process group
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import NORM_KEYS
 
+# Megatron-LM's argument -> that of `pipeline_layer_ranges`.
+RULES = {
+    "account_for_embedding_in_pipeline_split": "account_for_embedding",
+    "account_for_loss_in_pipeline_split": "account_for_loss",
+    "pipeline_model_parallel_layout": "layout",
+}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,18 +39,26 @@ class Layout:
     stages: tuple[tuple[range, ...], ...]
     first_stage_layers: int | None = None  # where they differ from the others'
     last_stage_layers: int | None = None
+    rules: Mapping[str, Any] = field(default_factory=dict)  # others of `pipeline_layer_ranges`
 
     @classmethod
     def of(
-        cls, num_layers: int, tp: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+        cls,
+        num_layers: int,
+        tp: int,
+        pp: int,
+        vpp: int = 1,
+        first: int | None = None,
+        last: int | None = None,
+        **rules: Any,
     ) -> Layout:
-        """Raises ValueError where the layers cannot be split like that."""
+        """Raises ValueError where the layers cannot be split like that; `rules` as in `pipeline_layer_ranges`."""
         if tp * pp > MAX_RANKS:
             raise ValueError(f"{tp} x {pp} ranks are more than {MAX_RANKS}")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
-        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last)
-        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last)
+        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last, **rules)
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last, rules)
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
@@ -55,6 +70,7 @@ class Layout:
             args.get("virtual_pipeline_model_parallel_size") or 1,
             args.get("decoder_first_pipeline_num_layers"),
             args.get("decoder_last_pipeline_num_layers"),
+            **{rule: args[name] for name, rule in RULES.items() if args.get(name)},
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -70,6 +86,9 @@ class Layout:
             "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
             "decoder_first_pipeline_num_layers": self.first_stage_layers,
             "decoder_last_pipeline_num_layers": self.last_stage_layers,
+            "account_for_embedding_in_pipeline_split": bool(self.rules.get("account_for_embedding")),
+            "account_for_loss_in_pipeline_split": bool(self.rules.get("account_for_loss")),
+            "pipeline_model_parallel_layout": self.rules.get("layout"),
         }
 
     @property

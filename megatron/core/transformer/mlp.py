@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +28,8 @@ class MLP(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.swiglu, self.approximate = config.swiglu, "tanh" if config.tanh_gelu else "none"
-        num_blocks = 2 if config.swiglu else 1
+        self.activation = ACTIVATIONS[config.activation]
+        num_blocks = 2 if config.gated else 1
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
             num_blocks * config.ffn_size,
@@ -53,8 +55,7 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
         inner = self.linear_fc1(hidden_states)  # [s, b, ffn/tp], twice that when gated
-        inner = _swiglu(inner) if self.swiglu else F.gelu(inner, approximate=self.approximate)
-        return self.linear_fc2(inner)
+        return self.linear_fc2(self.activation(inner))
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -83,3 +84,22 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(dy, F.silu(gate), out=dup)
         torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
         return dx
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _quick_geglu(x: Tensor) -> Tensor:
+    """quick_gelu(gate) * up of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the approximation)."""
+    gate, up = x.chunk(2, -1)
+    return gate * torch.sigmoid(1.702 * gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": _swiglu,
+    "quick geglu": _quick_geglu,
+    "squared relu": _squared_relu,
+    "gelu (tanh)": partial(F.gelu, approximate="tanh"),
+    "gelu (erf)": F.gelu,
+}

@@ -20,16 +20,24 @@ class Norm(MegatronModule):
     ) -> None:
         super().__init__()
         self.rms, self.epsilon = config.normalization == "RMSNorm", config.norm_epsilon
+        self.from_one = config.apply_layernorm_1p  # the weight is stored as its difference from 1
         ones, zeros = (ParamInfo(Constant(value), partial_grad=partial_grad) for value in (1.0, 0.0))
+        ones = zeros if self.from_one else ones
         self.weight = make_parameter((size,), config.params_dtype, device, ones)
         self.bias = None if self.rms else make_parameter((size,), config.params_dtype, device, zeros)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.from_one:
+            return self._normalized(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        return self._normalized(x.float(), self.weight.float() + 1.0, bias).to(x.dtype)  # bf16 would round 1 + weight
+
+    def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rms and torch.compiler.is_compiling():
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)  # fused with its neighbours
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbours
         if self.rms:
-            return _RMSNorm.apply(x, self.weight, self.epsilon)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+            return _RMSNorm.apply(x, weight, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,9 +1,12 @@
-"""Rotary position embeddings (Su et al. 2021) in the half-split form: element i is rotated with element i + d/2."""
+"""Rotary position embeddings (Su et al. 2021).
+
+In the half-split form element i is rotated with element i + d/2, in the interleaved one 2i with 2i + 1.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +29,39 @@ def _llama3_scaled(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / config.rope_scaling_factor
 
 
+class Rotary(NamedTuple):
+    """The rotation of every position: cos and sin `[s, 1, 1, 1, d_rotated / 2]`, and which elements go together."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the first and the second elements of all pairs of `[s, b, g, heads, d]`."""
+        half = self.cos.shape[-1]
+        if self.interleaved:
+            return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        return x[..., :half], x[..., half : 2 * half]
+
+
 class RotaryTables:
     """cos and sin for positions 0, 1, ..., computed in fp32 and kept per (length, dtype, device)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self._frequencies = rotary_frequencies(config)
-        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._interleaved = config.rotary_interleaved
+        self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
-    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each `[s, 1, 1, 1, d_rotated / 2]`."""
+    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         key = (length, dtype, device)
         if key not in self._tables:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies).view(length, 1, 1, 1, -1)
-            self._tables[key] = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+            cos, sin = (table.to(device, dtype) for table in (angles.cos(), angles.sin()))
+            self._tables[key] = Rotary(cos, sin, self._interleaved)
         return self._tables[key]
 
 
-def split_qkv(
-    mixed: Tensor, num_query_heads: int, rotary: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(mixed: Tensor, num_query_heads: int, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
     """`[s, b, g, q + 2, d]` -> query `[s, b, g, q, d]`, key and value `[s, b, g, 1, d]`; query and key rotated.
 
     `rotary` None leaves them as they are. One pass each way: the gradient is written straight into one tensor.
@@ -53,60 +70,59 @@ def split_qkv(
         q = num_query_heads
         query, key, value = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
         return (query, key, value) if rotary is None else (rotate(query, rotary), rotate(key, rotary), value)
-    cos, sin = rotary if rotary is not None else (None, None)
-    return _SplitQKV.apply(mixed, num_query_heads, cos, sin)
+    return _SplitQKV.apply(mixed, num_query_heads, rotary)
 
 
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate `[s, b, g, heads, d]` by its position."""
-    if torch.compiler.is_compiling():
-        (cos, sin), half = rotary, rotary[0].shape[-1]
-        first, second = x[..., :half], x[..., half : 2 * half]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), -1)
-    return _Rotate.apply(x, *rotary)
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, rotary)
+    cos, sin, half = rotary.cos, rotary.sin, rotary.cos.shape[-1]
+    first, second = rotary.pairs(x)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(rotated, -1).flatten(-2) if rotary.interleaved else torch.cat(rotated, -1)
+    return torch.cat((joined, x[..., 2 * half :]), -1)
 
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, mixed: Tensor, q: int, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.q, ctx.cos, ctx.sin = q, cos, sin
+    def forward(ctx: Any, mixed: Tensor, q: int, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.q, ctx.rotary = q, rotary
         parts = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
         query, key, value = (mixed.new_empty(part.shape) for part in parts)
-        _rotate_into(query, parts[0], cos, sin)
-        _rotate_into(key, parts[1], cos, sin)
+        _rotate_into(query, parts[0], rotary)
+        _rotate_into(key, parts[1], rotary)
         return query, key, value.copy_(parts[2])
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         q = ctx.q
         dmixed = dq.new_empty(*dq.shape[:3], q + 2, dq.shape[-1])
-        _rotate_into(dmixed[..., :q, :], dq, ctx.cos, ctx.sin, inverse=True)
-        _rotate_into(dmixed[..., q : q + 1, :], dk, ctx.cos, ctx.sin, inverse=True)
+        _rotate_into(dmixed[..., :q, :], dq, ctx.rotary, inverse=True)
+        _rotate_into(dmixed[..., q : q + 1, :], dk, ctx.rotary, inverse=True)
         dmixed[..., q + 1 :, :] = dv
-        return dmixed, None, None, None
+        return dmixed, None, None
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.cos, ctx.sin = cos, sin
-        return _rotate_into(x.new_empty(x.shape), x, cos, sin)
+    def forward(ctx: Any, x: Tensor, rotary: Rotary) -> Tensor:
+        ctx.rotary = rotary
+        return _rotate_into(x.new_empty(x.shape), x, rotary)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _rotate_into(dy.new_empty(dy.shape), dy, ctx.cos, ctx.sin, inverse=True), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _rotate_into(dy.new_empty(dy.shape), dy, ctx.rotary, inverse=True), None
 
 
-def _rotate_into(out: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, inverse: bool = False) -> Tensor:
+def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = False) -> Tensor:
     """out = x with its leading 2 * cos.shape[-1] elements rotated."""
-    if cos is None or sin is None:
+    if rotary is None:
         return out.copy_(x)
-    half, sign = cos.shape[-1], -1 if inverse else 1
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=sign)
+    cos, sin, half, sign = rotary.cos, rotary.sin, rotary.cos.shape[-1], -1 if inverse else 1
+    (first, second), (first_out, second_out) = rotary.pairs(x), rotary.pairs(out)
+    torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=second_out).addcmul_(first, sin, value=sign)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out

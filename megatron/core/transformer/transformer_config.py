@@ -15,7 +15,7 @@ from megatron.core.utils import flag, raise_problems
 _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"position_embedding_type": "rope"}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
-_GELU = {"swiglu": False}
+_GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
 
 
 @dataclass
@@ -52,6 +52,8 @@ class TransformerConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, decides="mathematics", when=_ROPE)
     """Fraction of each head that is rotated."""
+    rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
+    """Rotate elements 2i and 2i + 1 of a head together (GPT-J) in place of i and i + half."""
     use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
     """Llama-3 frequency scaling with the four numbers below."""
     rope_scaling_factor: float = flag(8.0, decides="mathematics", when=_SCALED_ROPE)
@@ -64,10 +66,16 @@ class TransformerConfig:
     """Llama-3 scaling: the context length the frequencies were first trained for."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
     """Kind of normalization."""
+    apply_layernorm_1p: bool = flag(False, decides="mathematics")
+    """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay treat better."""
     norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", decides="mathematics")
     """Epsilon of the normalization."""
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
+    quick_geglu: bool = flag(False, decides="shapes")
+    """Gated MLP with x * sigmoid(1.702 x) in place of GELU."""
+    squared_relu: bool = flag(False, decides="mathematics")
+    """The square of ReLU (So et al. 2021) in place of GELU."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu")
     """Use the exact (erf) GELU in place of the tanh approximation, as --disable-bias-linear does, too."""
     openai_gelu: bool = flag(False, decides="mathematics", when=_GELU, meaning="tanh_gelu")
@@ -132,6 +140,9 @@ class TransformerConfig:
             )
         if self.ffn_size < 1:
             yield f"--hidden-size {self.hidden_size} is too small for --swiglu without --ffn-hidden-size: give one"
+        activations = [name for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(self, name)]
+        if len(activations) > 1:
+            yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
         if self.bf16 and self.fp16:
             yield "--bf16 and --fp16 exclude each other"
         if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
@@ -164,6 +175,17 @@ class TransformerConfig:
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write to the residual stream (Radford et al. 2019)."""
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate, stacked with its other half in one matrix."""
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def activation(self) -> str:
+        """What the MLP computes between its matrices."""
+        named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
+        return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
     @property
     def tanh_gelu(self) -> bool:

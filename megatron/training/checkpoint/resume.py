@@ -74,12 +74,29 @@ def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {config.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     if config.save is None or Path(config.save).resolve() != Path(config.load).resolve():
-        raise ValueError(
-            f"--load {config.load} holds no checkpoint. Training would start from random weights; if that is meant, "
-            "leave --load away, or give the same directory to --save and --load"
-        )
-    logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
+        _start_from_random_weights(config, Path(config.load))
+    else:
+        logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
     return None
+
+
+def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> None:
+    """Job scripts for Megatron-LM name a --load that nothing was saved to yet; ValueError if a checkpoint is meant."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(
+            f"--load {directory} holds no checkpoint, but it is not empty. Training would start from random weights; "
+            "if that is meant, leave --load away"
+        )
+    meant = {"--finetune": config.finetune, "--ckpt-step": config.ckpt_step is not None}
+    meant["--use-checkpoint-args"] = config.use_checkpoint_args
+    said = [name for name, given in meant.items() if given]
+    if said:
+        raise ValueError(f"--load {directory} holds no checkpoint, which {' and '.join(said)} would need")
+    logger.warning(
+        f"NO CHECKPOINT: --load {directory} {'is empty' if directory.exists() else 'does not exist'}.\n"
+        "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
+        "   If a checkpoint is meant, stop this run; --exit-on-missing-checkpoint makes it an error."
+    )
 
 
 def stored_vocab_size(start: Start | None) -> int | None:

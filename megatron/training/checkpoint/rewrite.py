@@ -20,7 +20,7 @@ from megatron.conversion.files import Progress
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.reader import is_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.rank_layout import RULES, Layout
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, ShardedStateDict, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
@@ -43,6 +43,7 @@ def rewriting_as_legacy(config: Config) -> Rewrite:
         parallel.vpp_size,
         stages.decoder_first_pipeline_num_layers,
         stages.decoder_last_pipeline_num_layers,
+        **{rule: getattr(stages, name) for name, rule in RULES.items() if getattr(stages, name)},
     )
 
     def rewrite(directory: Path, progress: Progress) -> None:

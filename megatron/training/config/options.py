@@ -23,6 +23,11 @@ class TrainingConfig:
     """Samples per optimizer step, over all replicas. Default: micro batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None)
     """Three numbers START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: str | None = flag(None)
+    """Pairs TOKENS:SIZE (0:384 200B:768): the global batch has SIZE from that number of tokens on; K, M, B, T multiply.
+    In place of --global-batch-size."""
+    eval_global_batch_size: int | None = flag(None)
+    """Samples per batch of an evaluation. Default: --global-batch-size."""
     decrease_batch_size_if_needed: bool = flag(False)
     """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
     train_iters: int | None = flag(None)
@@ -71,6 +76,9 @@ class DistributedConfig:
     """On CUDA, let fp32 matrix products round their inputs to TF32."""
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
+    dry_run: bool = flag(False)
+    """Check the flags, print what the run would be and need, and end: status 0, or 2 if it cannot be. The run has
+    $WORLD_SIZE processes, else those of one replica."""
 
 
 @dataclass
@@ -113,6 +121,13 @@ class PipelineLayoutConfig:
     """Number of layers of the first stage, when it differs from the others."""
     decoder_last_pipeline_num_layers: int | None = flag(None)
     """Number of layers of the last stage, when it differs from the others."""
+    account_for_embedding_in_pipeline_split: bool = flag(False)
+    """Count the embedding as a layer when layers are dealt out: the first chunk has one layer less."""
+    account_for_loss_in_pipeline_split: bool = flag(False)
+    """Count the output layer as a layer when layers are dealt out: the last chunk has one layer less."""
+    pipeline_model_parallel_layout: str | None = flag(None)
+    """What stands on every chunk, in Megatron-LM's notation, such as Et*3|(tt|)*6L: E embedding, t layer, L loss; |
+    ends a chunk, and *n repeats."""
 
 
 @dataclass
@@ -178,7 +193,7 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False)
     """Leave the random number generators out of checkpoints."""
     load: str | None = flag(None)
-    """Directory to load a checkpoint from. The same as --save and still empty: start fresh (restart idiom)."""
+    """Directory to load a checkpoint from. One that is empty or absent: start from random weights, with a warning."""
     ckpt_step: int | None = flag(None)
     """Load the checkpoint of this iteration instead of the newest."""
     finetune: bool = flag(False)
@@ -196,7 +211,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = flag(None)
     """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
     exit_on_missing_checkpoint: bool = flag(False)
-    """An empty --load is an error even if it is the same directory as --save."""
+    """A --load without a checkpoint is an error even if it is empty or the same directory as --save."""
     use_checkpoint_args: bool = flag(False)
     """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line says of them."""
     ckpt_format: str = flag("torch_dist", choices=("torch_dist", "torch"))

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import groups_fit, pipeline_layer_ranges
+from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import raise_problems
 from megatron.training.checkpoint.args import read_stored_args, with_stored_args
@@ -30,7 +31,7 @@ from megatron.training.config.options import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule
+from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule, parse_steps
 from megatron.training.data.samplers import DataLoaderConfig
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch.initialize import environment_world_size, join
@@ -64,7 +65,7 @@ class Config:
     def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
         """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint to load says so."""
         given = self.tokenizer.vocab_size
-        if given is None or self.tokenizer.tokenizer_type == "NullTokenizer":
+        if given is None or self.tokenizer.kind == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
             raise ValueError(f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer")
@@ -78,13 +79,14 @@ class Config:
 
     def batch_schedule(self, dp_size: int) -> BatchSchedule:
         """Global batch size and micro batches at any point of the run."""
-        training = self.training
+        training, steps = self.training, self.training.step_batch_size_schedule
         return build_batch_schedule(
             training.global_batch_size,
             training.micro_batch_size,
             dp_size,
             training.rampup_batch_size,
             training.decrease_batch_size_if_needed,
+            () if steps is None else parse_steps(steps, self.data.seq_length),
         )
 
     def schedule(self) -> Schedule:
@@ -107,6 +109,9 @@ class Config:
             self.parallel.vpp_size,
             self.pipeline_layout.decoder_first_pipeline_num_layers,
             self.pipeline_layout.decoder_last_pipeline_num_layers,
+            self.pipeline_layout.account_for_embedding_in_pipeline_split,
+            self.pipeline_layout.account_for_loss_in_pipeline_split,
+            self.pipeline_layout.pipeline_model_parallel_layout,
         )
 
 
@@ -131,6 +136,12 @@ SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Con
 def flag_parser() -> FlagParser:
     """The parser of `pretrain_gpt.py`."""
     return make_parser({title: section for title, (_, section) in SECTIONS.items()})
+
+
+def replica_size(argv: Sequence[str]) -> int:
+    """Processes that one replica of the model takes; 1 where the flags do not tell."""
+    given = flag_parser().parse(argv).given
+    return given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
 
 
 def parse_args(argv: Sequence[str], world_size: int) -> Config:
@@ -191,35 +202,51 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
     return config, list(dict.fromkeys(problems))
 
 
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
 def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
     """Values that follow from other flags, and notes about what was changed; adds to `problems`."""
     given, notes = dict(given), []
     if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
         notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is one")
         given["sequence_parallel"] = False
-    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
-    if per_chunk is not None:
-        try:
-            given["virtual_pipeline_model_parallel_size"] = _chunks_per_stage(given, per_chunk)
-        except ValueError as error:
-            problems.append(str(error))
+    try:
+        chunks = _chunks_per_stage(given)
+        if chunks is not None:
+            given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+    except ValueError as error:
+        problems.append(str(error))
+    if given.get("transformer_impl") == "transformer_engine":
+        notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     return given, notes
 
 
-def _chunks_per_stage(given: Given, per_chunk: int) -> int | None:
-    if "virtual_pipeline_model_parallel_size" in given:
-        raise ValueError(
-            "--num-layers-per-virtual-pipeline-stage and --virtual-pipeline-model-parallel-size say the same: give one"
-        )
-    layers, pp_size = given.get("num_layers", 0), given.get("pipeline_model_parallel_size", 1)
+def _chunks_per_stage(given: Given) -> int | None:
+    """Chunks per stage where another flag than --virtual-pipeline-model-parallel-size says it; None: none does."""
+    per_chunk, layout = (given.get(name) for name in ("num_layers_per_virtual_pipeline_stage", _LAYOUT))
+    if per_chunk is None and layout is None:
+        return None
+    ways = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", _LAYOUT)
+    said = [f"--{name.replace('_', '-')}" for name in ways if given.get(name) is not None]
+    if len(said) > 1:
+        raise ValueError(f"{' and '.join(said)} say the same: give one")
+    pp_size = given.get("pipeline_model_parallel_size", 1)
+    if layout is not None:
+        count = len(parse_layout(layout))
+        if count % pp_size:
+            raise ValueError(f"{said[0]} {layout} has {count} chunks for --pipeline-model-parallel-size {pp_size}")
+        return count // pp_size
+    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    layers = given.get("num_layers", 0) + sum(bool(given.get(name)) for name in counted)
+    assert per_chunk is not None
     if per_chunk < 1 or layers % (pp_size * per_chunk):
         raise ValueError(
             f"--num-layers {layers} is not a multiple of --pipeline-model-parallel-size {pp_size} x "
             f"--num-layers-per-virtual-pipeline-stage {per_chunk}"
         )
-    chunks = layers // pp_size // per_chunk
-    return chunks if chunks > 1 else None
+    return int(layers // pp_size // per_chunk)
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
@@ -232,6 +259,10 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
         value = getattr(training, name)
         if value is not None and value < 1:
             yield f"--{name.replace('_', '-')} must be positive, got {value}"
+    if training.step_batch_size_schedule is not None:
+        for name in ("global_batch_size", "rampup_batch_size"):
+            if getattr(training, name) is not None:
+                yield f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other"
     if training.train_iters is not None and training.rampup_batch_size is not None:
         yield "--rampup-batch-size needs --train-samples: iterations grow with it"
 
@@ -259,7 +290,7 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
-    """Settles the global batch size; every size that a ramp-up reaches must suit the interleaved schedule."""
+    """Every size that a ramp-up reaches must suit the interleaved schedule."""
     training, pp_size = config.training, config.parallel.pp_size
     dp_size = config.parallel.dp_size(world_size)
     batches = config.batch_schedule(dp_size)
@@ -281,6 +312,16 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
             f"{pp_size}, the number of pipeline stages, but a global batch of {' or '.join(map(str, wrong[:3]))} / "
             f"({training.micro_batch_size} per micro batch x {dp_size} replicas) has "
             f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
+        )
+
+
+def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
+    training, dp_size = config.training, config.parallel.dp_size(world_size)
+    size = training.eval_global_batch_size
+    if size is not None and (size < 1 or size % (training.micro_batch_size * dp_size)):
+        yield (
+            f"--eval-global-batch-size {size} is not a multiple of micro batch size {training.micro_batch_size} x "
+            f"data-parallel size {dp_size}"
         )
 
 
@@ -360,7 +401,8 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
-    (_check_batches, "training parallel"),
+    (_check_batches, "training parallel data"),
+    (_check_evaluation, "training parallel"),
     (_check_gradients, "model ddp"),
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),

@@ -85,7 +85,7 @@ def num_samples(run: Run) -> tuple[int, int, int]:
     train = training.train_samples or run.batches.consumed_after(remaining, state.consumed_train_samples)
     every = training.eval_interval
     evaluations = 1 + (run.train_iters // every - state.iteration // every if every else 0)
-    per_evaluation = training.eval_iters * run.batches.global_batch_size
+    per_evaluation = training.eval_iters * run.eval_batch_size
     valid = state.consumed_valid_samples + evaluations * per_evaluation if per_evaluation else 0
     return 0 if training.skip_train else train, valid, per_evaluation
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ class BatchSchedule:
     data_parallel_size: int
     rampup: Rampup | None = None
     decrease_if_needed: bool = False
+    steps: tuple[tuple[int, int], ...] = ()  # (samples, global batch from there on), in place of a ramp-up
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "micro_batch_size", "data_parallel_size"):
@@ -70,9 +73,13 @@ class BatchSchedule:
         return iterations + max(0, samples - consumed) // self.global_batch_size_at(consumed)
 
     def _ramps_at(self, consumed_samples: int) -> bool:
+        if self.steps:
+            return consumed_samples < self.steps[-1][0]
         return self.rampup is not None and consumed_samples < self.rampup.samples
 
     def _size_at(self, consumed_samples: int) -> int:
+        if self.steps:
+            return [size for start, size in self.steps if start <= consumed_samples][-1]
         if self.rampup is None or not self._ramps_at(consumed_samples):
             return self.global_batch_size
         steps = (self.global_batch_size - self.rampup.start) // self.rampup.increment
@@ -83,6 +90,7 @@ class BatchSchedule:
         return [size - size % self.samples_per_microbatch for size in self._requested_sizes()]
 
     def _requested_sizes(self) -> Iterator[int]:
+        yield from (size for _, size in self.steps[:-1])
         if self.rampup is not None and self.rampup.samples > 0:
             yield from range(self.rampup.start, self.global_batch_size, self.rampup.increment)
         yield self.global_batch_size
@@ -111,14 +119,35 @@ def _check_rampup(rampup: Rampup, global_batch_size: int) -> None:
         )
 
 
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
+    """(samples, global batch size) of `--step-batch-size-schedule`, which counts in tokens; ValueError otherwise."""
+    steps = []
+    for entry in text.replace(",", " ").split():
+        match = re.fullmatch(r"([\d.]+)([KMBT]?):(\d+)", entry.upper())
+        if match is None:
+            raise ValueError(f"--step-batch-size-schedule: {entry!r} is not TOKENS:SIZE, such as 0:384 or 1.5B:768")
+        number, unit, size = match.groups()
+        steps.append((int(float(number) * _UNITS.get(unit, 1)) // seq_length, int(size)))
+    starts = [start for start, _ in steps]
+    if not steps or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"--step-batch-size-schedule {text}: the first step begins at 0, every other one after it")
+    return tuple(steps)
+
+
 def build_batch_schedule(
     global_batch_size: int | None,
     micro_batch_size: int,
     data_parallel_size: int,
     rampup_batch_size: Sequence[int] | None = None,
     decrease_if_needed: bool = False,
+    steps: tuple[tuple[int, int], ...] = (),
 ) -> BatchSchedule:
     """The schedule that the flags describe; without a global batch size, one micro batch per replica."""
+    if steps:
+        return BatchSchedule(steps[-1][1], micro_batch_size, data_parallel_size, steps=steps)
     rampup = None
     if rampup_batch_size is not None:
         if len(rampup_batch_size) != 3:

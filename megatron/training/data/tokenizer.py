@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,17 +32,16 @@ class Tokenizer(Protocol):
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
 
-TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
-
-
 @dataclass
 class TokenizerConfig:
     """Which tokenizer. Field names are Megatron-LM's argument names."""
 
-    tokenizer_type: str | None = flag(None, choices=TOKENIZER_TYPES)
-    """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None)
-    """SentencePieceTokenizer: the .model file. HuggingFaceTokenizer: a directory, or a tokenizer.json."""
+    tokenizer_type: str | None = flag(None)
+    """Kind of tokenizer: GPT2BPETokenizer (the default), SentencePieceTokenizer or GPTSentencePieceTokenizer,
+    Llama2Tokenizer (begins every text with BOS), HuggingFaceTokenizer (or PretrainedFromHF, TokenizerFromFile), or
+    NullTokenizer."""
+    tokenizer_model: str | None = flag(None, "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file")
+    """SentencePiece: the .model file. HuggingFaceTokenizer: a directory, a tokenizer.json, or a name on the hub."""
     trust_remote_code: bool = flag(False)
     """Run the code that a Hugging Face tokenizer's directory brings along. Never taken from a checkpoint."""
     vocab_file: str | None = flag(None)
@@ -53,30 +53,28 @@ class TokenizerConfig:
     make_vocab_size_divisible_by: int = flag(128)
     """The embedding is padded to a multiple of this times the tensor-parallel size; padding never changes the loss."""
 
+    def __post_init__(self) -> None:
+        if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZERS:
+            raise ValueError(f"--tokenizer-type {self.tokenizer_type}: choose one of {', '.join(TOKENIZERS)}")
+
+    @property
+    def kind(self) -> str:
+        """The type that is meant; pretrain_gpt.py of Megatron-LM has this default, too."""
+        return self.tokenizer_type or "GPT2BPETokenizer"
+
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the flags name; ValueError when a flag or a file is missing."""
-    kind = config.tokenizer_type
-    if kind == "NullTokenizer":
-        if config.vocab_size is None or config.vocab_size < 1:
-            raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {config.vocab_size}")
-        return NullTokenizer(config.vocab_size)
-    if kind == "SentencePieceTokenizer":
-        return SentencePieceTokenizer(_path(kind, "--tokenizer-model", config.tokenizer_model))
-    if kind == "HuggingFaceTokenizer":
-        path = _path(kind, "--tokenizer-model", config.tokenizer_model)
-        return HuggingFaceTokenizer(path, config.trust_remote_code)
-    if kind == "GPT2BPETokenizer":
-        vocab_file = _path(kind, "--vocab-file", config.vocab_file)
-        return GPT2BPETokenizer(vocab_file, _path(kind, "--merge-file", config.merge_file))
-    raise ValueError(f"--tokenizer-type {kind}: choose one of {', '.join(TOKENIZER_TYPES)}")
+    if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
+        raise ValueError("no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for GPT2BPETokenizer")
+    return TOKENIZERS[config.kind](config)
 
 
 def _path(kind: str, flag_name: str, value: str | None) -> Path:
     if value is None:
         raise ValueError(f"--tokenizer-type {kind} needs {flag_name}")
     if not Path(value).exists():
-        raise ValueError(f"{flag_name} {value}: no such file or directory (tokenizers are not downloaded)")
+        raise ValueError(f"{flag_name} {value}: no such file or directory")
     return Path(value)
 
 
@@ -85,7 +83,9 @@ class NullTokenizer:
 
     pad = None
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int | None) -> None:
+        if vocab_size is None or vocab_size < 1:
+            raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {vocab_size}")
         self.vocab_size = vocab_size + 1
         self.eod = vocab_size
 
@@ -129,15 +129,25 @@ class SentencePieceTokenizer:
         return self._processor.decode(list(ids))
 
 
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """Llama 2's SentencePiece model: every text begins with its BOS piece."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self._processor.bos_id(), *super().tokenize(text)]
+
+
 # How published tokenizers call the token that ends a document, for tokenizer.json files that come alone.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of `transformers` from local files: a saved directory, or a tokenizer.json. EOD is its EOS token."""
+    """A tokenizer of `transformers`: a directory, a tokenizer.json, or a name on the hub. EOD is its EOS token."""
 
-    def __init__(self, path: Path, trust_remote_code: bool = False) -> None:
-        self._tokenizer = _load_huggingface(path, trust_remote_code)
+    def __init__(self, path: str | None, trust_remote_code: bool = False) -> None:
+        if path is None:
+            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
+        load = _load_huggingface if Path(path).exists() else _load_from_hub
+        self._tokenizer = load(path, trust_remote_code)
         self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
         ids = self._tokenizer.get_vocab().values()
         self.vocab_size: int = max(len(self._tokenizer), max(ids, default=-1) + 1)
@@ -156,10 +166,27 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
-def _load_huggingface(path: Path, trust_remote_code: bool) -> Any:
+def _load_from_hub(name: str, trust_remote_code: bool) -> Any:
+    """A tokenizer by its name on the Hugging Face hub, from the local cache if it is there."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise ValueError(f"--tokenizer-model {name}: no such file or directory, and no name on the Hugging Face hub")
+    from transformers import AutoTokenizer  # here: it takes seconds to import
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of the network, the hub, or the files
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--tokenizer-model {name}: no such file or directory, and it could not be had from the Hugging Face hub "
+            f"({reason}): download it where there is a network and give its directory"
+        ) from None
+
+
+def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     """A directory, or the directory of a tokenizer.json that has its configuration beside it, or the file alone."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes seconds to import
 
+    path = Path(name)
     if path.is_file() and (path.parent / "tokenizer_config.json").is_file():
         path = path.parent
     try:
@@ -200,3 +227,32 @@ class GPT2BPETokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=False)
+
+
+def _sentencepiece(of: type[SentencePieceTokenizer]) -> Callable[[TokenizerConfig], Tokenizer]:
+    return lambda config: of(_path(config.kind, "--tokenizer-model", config.tokenizer_model))
+
+
+def _huggingface(config: TokenizerConfig) -> Tokenizer:
+    return HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
+
+
+def _gpt2(config: TokenizerConfig) -> Tokenizer:
+    vocab_file = _path(config.kind, "--vocab-file", config.vocab_file)
+    return GPT2BPETokenizer(vocab_file, _path(config.kind, "--merge-file", config.merge_file))
+
+
+TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+    "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
+    "GPTSentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
+    "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
+    "HuggingFaceTokenizer": _huggingface,
+    "PretrainedFromHF": lambda config: HuggingFaceTokenizer(
+        config.tokenizer_model, config.trust_remote_code
+    ),  # DeepSpeed's forks
+    "TokenizerFromFile": lambda config: HuggingFaceTokenizer(
+        config.tokenizer_model, config.trust_remote_code
+    ),  # BigCode's fork
+    "GPT2BPETokenizer": _gpt2,
+    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size),
+}

@@ -112,7 +112,7 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 
 @contextmanager
-def errors_explained_once() -> Iterator[None]:
+def errors_explained_once(status: int = 1) -> Iterator[None]:
     """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
 
     The others wait before they report: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
@@ -126,7 +126,8 @@ def errors_explained_once() -> Iterator[None]:
             time.sleep(_WAIT_FOR_RANK_0)
         message = f"error on rank {rank}: {error}" if rank > 0 else f"error: {error}"
         _tell_launcher(message, when)
-        sys.exit(message)
+        print(message, file=sys.stderr)
+        sys.exit(status)
     except LostRankError as error:
         _tell_launcher(str(error), time.time())
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import sys
 import time
@@ -19,7 +20,9 @@ from megatron.core.durable_files import write_json
 from megatron.core.utils import size_text
 from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
-from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config, parse_args, replica_size
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.launch.initialize import environment_world_size
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer
 from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
@@ -76,6 +79,21 @@ def summarize(
     if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
         topics.pop("stage 0")
     return {topic: text for topic, text in topics.items() if text}
+
+
+def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
+    """What a run with these flags would be and need on every stage; nothing is started.
+
+    It has $WORLD_SIZE processes, else as many as one replica of the model takes. Raises ValueError as a run would.
+    """
+    world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
+    config = parse_args(argv, world_size)
+    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
+    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
+    topics = summarize(config, world_size, model_provider, torch.device("cpu"))
+    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
+    notes = [f"note: {note}" for note in config.notes]
+    return "\n".join([*notes, as_lines({**topics, "device": "nothing was started"}), "", plan.table()])
 
 
 @contextmanager
@@ -190,17 +208,19 @@ def _model(config: Config) -> str:
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
     return (
-        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size}"
-        f"{' (SwiGLU)' if model.swiglu else ''}, {heads}, {model.normalization}, {model.position_embedding_type}, "
-        f"{model.vocab_size} tokens in the vocabulary"
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), "
+        f"{heads}, {model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
     )
 
 
 def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
     rank, size = stage.ps.pp.rank, world_size // config.parallel.pp_size
+    first, last = (config.parallel.rank_at(0, dp, rank, world_size) for dp in (0, stage.ps.dp.size - 1))
     chunks = [f"{c.start}" if len(c) == 1 else f"{c.start}-{c.stop - 1}" for c in config.layer_ranges()[rank] if c]
     ends = [", embedding"] * stage.ps.pp.is_first + [", output layer"] * stage.ps.pp.is_last
-    ranks = f"rank {rank}" if size == 1 else f"ranks {rank * size}-{(rank + 1) * size - 1}"
+    ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last + config.parallel.tp_size - 1}"
+    if config.parallel.use_tp_pp_dp_mapping and stage.ps.dp.size > 1:
+        ranks = f"{size} of {ranks}"
     return (
         f"{ranks}: layers {', '.join(chunks) or 'none'}{''.join(ends)}; {amount(stage.num_parameters)} parameters, "
         f"{size_text(stage.memory.total)} on each"

@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
 
+from megatron.conversion.deepspeed.args import write_args
 from megatron.conversion.model_space.model import model_config, model_parameters, model_tensors
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import TrainingState
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
 
@@ -126,3 +129,20 @@ def test_missing_arguments_are_asked_for() -> None:
     learned = {name: value for name, value in GPT_ARGS.items() if name != "max_position_embeddings"}
     with pytest.raises(ValueError, match="--max-position-embeddings"):
         model_tensors(model_config(learned, 67, "demo"))
+
+
+@pytest.mark.parametrize("option", ["quick_geglu", "rotary_interleaved"])
+def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) -> None:
+    config = model_config(LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo")
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"):
+        write_args(config, {}, TrainingState(), None)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"layout": "Et|t|t|tttL"}, {"account_for_embedding": True, "account_for_loss": True}, {}]
+)
+def test_rules_of_the_pipeline_travel_in_the_arguments(rules: dict) -> None:
+    """Files that are cut by rank are read with the layout that their arguments record."""
+    layout = Layout.of(6, 2, 2, 2, **rules) if rules.get("layout") or rules else Layout.of(8, 2, 2, 2)
+    again = Layout.from_args({"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()})
+    assert again == layout

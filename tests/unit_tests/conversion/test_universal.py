@@ -322,11 +322,11 @@ LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 
 def test_unsupported_arguments_are_refused(written: Path) -> None:
     def squared(state: dict) -> dict:
-        state["args"] = argparse.Namespace(**vars(state["args"]), squared_relu=True)
+        state["args"] = argparse.Namespace(**vars(state["args"]), apply_residual_connection_post_layernorm=True)
         return state
 
     edit(written / "mp_rank_00_model_states.pt", squared)
-    with pytest.raises(ValueError, match="trained with squared_relu = True, which is not supported"):
+    with pytest.raises(ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"):
         UniversalSource(written)
 
 

@@ -134,3 +134,17 @@ def test_groups_of_real_processes(pool, world, tp, pp):
     for rank, (made, sums) in enumerate(pool.run(sums_along_axes, world, tp, pp)):
         assert all(rank in ranks and len(ranks) > 1 for ranks in made) and len(made) == len(sums) <= 5
         assert all(total == expected for total, expected in sums.values())
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+def test_rank_order(mapping):
+    """TP, DP, PP as Megatron-LM counts, or TP, PP, DP with --use-tp-pp-dp-mapping; every place is one rank's."""
+    config = ParallelConfig(2, 4, use_tp_pp_dp_mapping=mapping)
+    order = [(tp, dp, pp) for dp in range(3) for pp in range(4) for tp in range(2)]
+    if not mapping:
+        order = [(tp, dp, pp) for pp in range(4) for dp in range(3) for tp in range(2)]
+    assert [config.place(rank, 24) for rank in range(24)] == order
+    assert [config.rank_at(*place, 24) for place in order] == list(range(24))
+    state = ParallelState.for_rank(config, 24, 3)
+    assert state.pp.ranks == ((1, 3, 5, 7) if mapping else (3, 9, 15, 21))
+    assert state.dp.ranks == ((3, 11, 19) if mapping else (1, 3, 5))

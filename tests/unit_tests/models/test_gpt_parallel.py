@@ -38,7 +38,17 @@ GPT2 = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-MODELS = {"llama": LLAMA, "gpt2": GPT2}
+NEMOTRON = {
+    **LLAMA,
+    "normalization": "LayerNorm",
+    "apply_layernorm_1p": True,
+    "swiglu": False,
+    "squared_relu": True,
+    "rotary_interleaved": True,
+    "rotary_percent": 0.5,
+}
+GEGLU = {**LLAMA, "swiglu": False, "quick_geglu": True, "apply_layernorm_1p": True}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "nemotron": NEMOTRON, "geglu": GEGLU}
 
 
 def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, multiple=4, **changes):

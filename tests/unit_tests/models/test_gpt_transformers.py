@@ -50,6 +50,8 @@ def rope(**parameters):
     return {"rope_theta": theta, **({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})}
 
 
+HALF_ROTATED = rope(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+
 CASES = {
     "llama": (transformers.LlamaConfig(**LLAMA), OURS_LLAMA),
     "llama3_rope": (
@@ -73,6 +75,25 @@ CASES = {
     "qwen3": (
         transformers.Qwen3Config(**{**LLAMA, "head_dim": 16}),
         {**OURS_LLAMA, "kv_channels": 16, "qk_layernorm": True},
+    ),
+    "llama_quick_geglu": (
+        transformers.LlamaConfig(**LLAMA, hidden_act="quick_gelu"),
+        {**OURS_LLAMA, "swiglu": False, "quick_geglu": True},
+    ),
+    "glm_interleaved": (
+        transformers.GlmConfig(**LLAMA, **HALF_ROTATED, attention_bias=False, pad_token_id=0),
+        {**OURS_LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True},
+    ),
+    "nemotron": (
+        transformers.NemotronConfig(**LLAMA, **HALF_ROTATED, norm_eps=1e-6, hidden_act="relu2"),
+        {
+            **OURS_LLAMA,
+            "rotary_percent": 0.5,
+            "swiglu": False,
+            "squared_relu": True,
+            "normalization": "LayerNorm",
+            "apply_layernorm_1p": True,
+        },
     ),
     "gpt2": (
         transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64),
@@ -114,14 +135,18 @@ def llama_weights(hf, config):
         "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": hf["model.norm.weight"],
     }
+    if "model.norm.bias" in hf:
+        weights["decoder.final_layernorm.bias"] = hf["model.norm.bias"]
     if config.untie_embeddings_and_output_weights:
         weights["output_layer.weight"] = hf["lm_head.weight"]
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         attention, mlp = theirs + "self_attn.", theirs + "mlp."
-        weights[ours + "self_attention.linear_qkv.layer_norm_weight"] = hf[theirs + "input_layernorm.weight"]
-        weights[ours + "mlp.linear_fc1.layer_norm_weight"] = hf[theirs + "post_attention_layernorm.weight"]
         for kind in ("weight", "bias"):
+            if theirs + f"input_layernorm.{kind}" in hf:
+                norms = (hf[theirs + f"{name}_layernorm.{kind}"] for name in ("input", "post_attention"))
+                for name, norm in zip(("self_attention.linear_qkv", "mlp.linear_fc1"), norms, strict=True):
+                    weights[f"{ours}{name}.layer_norm_{kind}"] = norm
             if attention + f"q_proj.{kind}" in hf:
                 q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
                 weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(q, k, v, groups, d)
@@ -130,6 +155,10 @@ def llama_weights(hf, config):
             if mlp + f"gate_proj.{kind}" in hf:
                 gate_up = [hf[mlp + f"{name}_proj.{kind}"] for name in ("gate", "up")]
                 weights[ours + f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+            for name in ("gate_up_proj", "up_proj"):  # stacked already, or without a gate
+                if mlp + f"{name}.{kind}" in hf:
+                    weights.setdefault(ours + f"mlp.linear_fc1.{kind}", hf[mlp + f"{name}.{kind}"])
+            if mlp + f"down_proj.{kind}" in hf:
                 weights[ours + f"mlp.linear_fc2.{kind}"] = hf[mlp + f"down_proj.{kind}"]
         for name in "qk":
             if attention + f"{name}_norm.weight" in hf:

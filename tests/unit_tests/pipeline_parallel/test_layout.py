@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.pipeline_parallel.layout import parse_layout
 
 
 def lists(ranges: list[list[range]]) -> list[list[list[int]]]:
@@ -79,3 +80,36 @@ def test_impossible_numbers_are_explained(arguments, message):
 def test_advised_values_work():
     for first in (1, 4, 7):
         assert len(pipeline_layer_ranges(10, 4, 1, first)[0][0]) == first
+
+
+def test_embedding_and_loss_count_as_layers():
+    ranges = pipeline_layer_ranges(6, 4, account_for_embedding=True, account_for_loss=True)
+    assert [[len(chunk) for chunk in stage] for stage in ranges] == [[1], [2], [2], [1]]
+    ranges = pipeline_layer_ranges(7, 2, 2, account_for_embedding=True)
+    assert ranges == [[range(0, 1), range(3, 5)], [range(1, 3), range(5, 7)]]
+    with pytest.raises(ValueError, match="7 layers cannot be split over 2"):
+        pipeline_layer_ranges(6, 2, account_for_loss=True)
+
+
+def test_a_layout_in_megatron_lms_notation():
+    assert parse_layout("Et*3|(tt|)*6L") == [3, 2, 2, 2, 2, 2, 2, 0]
+    assert parse_layout("Et,t|tL") == [2, 1] and parse_layout("E|t*4|L") == [0, 4, 0]
+    # chunk by chunk over the stages: stage 0 has the chunks 0 and 2
+    ranges = pipeline_layer_ranges(6, 2, 2, layout="Et|ttt|t|tL")
+    assert ranges == [[range(0, 1), range(4, 5)], [range(1, 4), range(5, 6)]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("Et|tmL", "multi-token prediction"),
+        ("tt|tL", "expected E"),
+        ("Et||tL", "chunk 1 has nothing on it"),
+        ("Et|x|L", "expected E"),
+        ("Et*99999|L", "more than any model has"),
+        ("Et|tL", "has 2 layers on 2 chunks: the model has 4 layers"),
+    ],
+)
+def test_layouts_that_cannot_be(layout, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline_layer_ranges(4, 2, layout=layout)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.data.microbatches import build_batch_schedule
+from megatron.training.data.microbatches import build_batch_schedule, parse_steps
 
 
 def test_constant():
@@ -65,3 +65,19 @@ def test_batches_can_be_rounded_down():
 def test_impossible_batches(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_batch_schedule(*arguments)
+
+
+def test_steps_count_in_tokens():
+    """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
+    assert parse_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
+    steps = build_batch_schedule(None, 2, 2, steps=parse_steps("0:4 1K:8 1.5K:16", 10))
+    assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [4, 4, 8, 8, 16, 16]
+    assert steps.sizes() == [4, 8, 16] and steps.global_batch_size == 16
+    # 25 iterations of 4, then 7 of 8 until 156, then of 16
+    assert steps.consumed_after(25) == 100 and steps.consumed_after(33) == 172 and steps.iterations_for(172) == 33
+
+
+@pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])
+def test_steps_that_cannot_be(text):
+    with pytest.raises(ValueError, match="--step-batch-size-schedule"):
+        parse_steps(text, 1)

@@ -80,7 +80,37 @@ def test_sentencepiece(sentencepiece_models):
     assert padded.pad == 3
 
 
+def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
+    """GPTSentencePieceTokenizer adds nothing; Llama2Tokenizer begins every text with BOS."""
+    model = str(sentencepiece_models / "plain.model")
+    oracle = sentencepiece.SentencePieceProcessor(model_file=model)
+    plain, llama = (
+        build_tokenizer(TokenizerConfig(f"{kind}Tokenizer", model)) for kind in ("GPTSentencePiece", "Llama2")
+    )
+    assert plain.tokenize(TEXT) == oracle.encode(TEXT)
+    assert (
+        llama.tokenize(TEXT) == [oracle.bos_id(), *oracle.encode(TEXT)]
+        and llama.detokenize(llama.tokenize(TEXT)) == TEXT
+    )
+    assert (plain.vocab_size, plain.eod) == (llama.vocab_size, llama.eod) == (oracle.vocab_size(), oracle.eos_id())
+
+
+def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be had from the Hugging Face"
+    ):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", "nobody/nothing"))
+
+
+def test_a_type_that_there_is_not():
+    with pytest.raises(ValueError, match="--tokenizer-type BertTokenizer: choose one of SentencePieceTokenizer, GPT"):
+        TokenizerConfig("BertTokenizer")
+
+
 def test_huggingface_file_alone(tokenizer_json):
+    other = build_tokenizer(TokenizerConfig("TokenizerFromFile", str(tokenizer_json)))
+    assert (other.vocab_size, other.eod) == (258, 257)
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json)))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
     ids = tokenizer.tokenize(TEXT)
@@ -125,12 +155,14 @@ def test_gpt2_bpe(gpt2_files):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TokenizerConfig(), "--tokenizer-type None: choose one of SentencePieceTokenizer"),
-        (TokenizerConfig("BertTokenizer"), "--tokenizer-type BertTokenizer: choose one of"),
+        (TokenizerConfig(), "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file"),
+        (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer needs --vocab-file"),
         (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
         (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
         (TokenizerConfig("SentencePieceTokenizer"), "SentencePieceTokenizer needs --tokenizer-model"),
-        (TokenizerConfig("HuggingFaceTokenizer", "no/where"), "--tokenizer-model no/where: no such file"),
+        (TokenizerConfig("HuggingFaceTokenizer"), "HuggingFaceTokenizer needs --tokenizer-model"),
+        (TokenizerConfig("HuggingFaceTokenizer", "/no/where"), "--tokenizer-model /no/where: no such file"),
+        (TokenizerConfig("Llama2Tokenizer", "no/where"), "--tokenizer-model no/where: no such file"),
         (TokenizerConfig("GPT2BPETokenizer", vocab_file="v"), "--vocab-file v: no such file"),
         (TokenizerConfig("GPT2BPETokenizer", vocab_file=__file__), "GPT2BPETokenizer needs --merge-file"),
     ],

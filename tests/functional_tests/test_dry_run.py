@@ -1,0 +1,38 @@
+"""`pretrain_gpt.py --dry-run`: what a run would be, or everything that is wrong with it; nothing is started."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from training_harness import COMMON
+
+ROOT = Path(__file__).parents[2]
+
+
+def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--dry-run", *shlex.split(COMMON + flags)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_summary_and_plan(tmp_path):
+    layout = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    result = dry_run(f"--mock-data --train-iters 4 {layout} --save {tmp_path / 'save'}", WORLD_SIZE="8")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "TP 2 x PP 2 x DP 2 on 8 ranks" in result.stdout and "weights" in result.stdout
+    assert not (tmp_path / "save").exists()
+    alone = dry_run(f"--mock-data --train-iters 4 {layout}")
+    assert "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout  # one replica where no launcher says more
+
+
+def test_everything_that_is_wrong(tmp_path):
+    result = dry_run("--train-iters 4 --fp16 --bf16 --zzz")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 3 and "unknown flag --zzz" in result.stderr
