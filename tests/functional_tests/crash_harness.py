@@ -85,7 +85,7 @@ class Job:
         return list(self.losses())
 
     def resumed_at(self) -> int | None:
-        found = re.search(r"> loaded \S+ at iteration (\d+)", self.output())
+        found = re.search(r"> loaded .* at iteration (\d+)", self.output())
         return int(found[1]) if found else None
 
     def saved(self) -> list[int]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +37,30 @@ def finite(value: Any) -> Any:
 
 
 class RunRecord:
-    """Appends the lines of one start. An error of the file system ends the record with a warning, never the run."""
+    """Appends the lines of one start. An error of the file system costs lines and one warning, never the run.
+
+    The file is open only while a line is written: a disk can be made read-only or taken away in between.
+    """
 
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(clock()))}-{os.getpid()}.jsonl"
         self._path = Path(save) / RECORDS / name
-        self._file: IO[str] | None = None
+        self._started = self._warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
         line = json.dumps(finite({"kind": kind, "time": round(self._clock(), 3), **fields}), default=str)
         try:
             if kind == "start":
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
-            if self._file is not None:
-                self._file.write(line + "\n")
-                self._file.flush()
+                self._started = True
+            if self._started:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
         except OSError as error:
-            logger.warning(f"the record of this run ends: {self._path}: {error}")
-            self._file = None
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            if not self._warned:
+                logger.warning(f"the record of this run has gaps: {self._path}: {error}")
+            self._warned = True
 
 
 @dataclass

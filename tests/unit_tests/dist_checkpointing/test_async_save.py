@@ -44,22 +44,32 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
 
 
 def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
+    """The files of each save are held back until the test lets go of that one."""
+    gates, real = {name: threading.Event() for name in ("first", "second", "third")}, os.fsync
+
+    def fsync(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        for name, gate in gates.items():
+            if name in path.removeprefix(str(tmp_path)):
+                gate.wait()
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     handles = []
     with AsyncSaver() as saver:
-        for seed in range(3):
+        for seed, (name, gate) in enumerate(gates.items()):
             training = Training(seed)
-            held = Held(monkeypatch, "fsync")
-            handles.append(saver.save(training.state(), tmp_path / f"{seed}", common=training.common))
+            handles.append(saver.save(training.state(), tmp_path / name, common=training.common))
             assert [handle.done() for handle in handles] == [True] * seed + [False] and saver.busy
-            held.go.set()
+            gate.set()
             saver.wait_staged()
             training.change_tensors()
         reports = saver.finish()
         assert [report.error for report in reports] == [None] * 3
-        assert [report.directory.name for report in reports] == ["0", "1", "2"]
+        assert [report.directory.name for report in reports] == list(gates)
         assert saver.poll() == [] and not saver.busy
-    for seed in range(3):
-        assert_holds(tmp_path / f"{seed}", seed)
+    for seed, name in enumerate(gates):
+        assert_holds(tmp_path / name, seed)
 
 
 def test_the_tracker_moves_after_the_commit(tmp_path):
