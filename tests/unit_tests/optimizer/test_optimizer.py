@@ -97,7 +97,8 @@ def test_25_clipped_steps(config, bucket_size, tied):
     ddp = DistributedDataParallelConfig(ddp_bucket_size=bucket_size)
     chunk, optimizer, results = ours({**config, "clip_grad": 4.0}, 25, ddp, tied=tied)
     expected, _, norms = plain(config, 25, clip=4.0, fused=False, tied=tied)
-    assert [result.grad_norm.item() for _, result in results] == pytest.approx(norms, rel=1e-6)
+    # Rounding of the parameters adds up over the steps, and by how much depends on the processor: 1.3e-6 was seen.
+    assert [result.grad_norm.item() for _, result in results] == pytest.approx(norms, rel=5e-6)
     assert max(norms) > 4.0 > min(norms), "both sides of the clipping threshold"
     for name, value in main_params(chunk, optimizer).items():
         torch.testing.assert_close(value, expected[name][: len(value)], rtol=1e-5, atol=1e-6)
