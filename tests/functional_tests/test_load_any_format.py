@@ -62,7 +62,7 @@ def test_verifying_a_format_without_checksums_is_refused_by_name(pool, runs, for
         pool.run(train, 2, f"{FLAGS} --load {runs[0][form]} --skip-train --ckpt-verify")
 
 
-DECIDING = ("metadata.json", "checksums.json", "latest_checkpointed_iteration.txt")
+DECIDING = ("metadata.json", "checksums.bin", "latest_checkpointed_iteration.txt")
 WATCHED = ("common.pt", ".metadata", *DECIDING)
 
 

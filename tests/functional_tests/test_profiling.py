@@ -64,7 +64,7 @@ def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
     pool.run(printed, 1, f"{checkpoints} --exit-interval 3")
     window = f"--profile --profile-step-start 1 --profile-step-end 3 --profile-dir {tmp_path / 't'}"
     (text,) = pool.run(printed, 1, f"{checkpoints} {window}")
-    assert "rank 0 trained none of the iterations 1 to 2: no trace" in text
+    assert "rank 0 trained none of iterations 1 to 2: no trace" in text
     assert not list((tmp_path / "t").iterdir())
 
 
@@ -137,7 +137,6 @@ def test_mistakes_name_the_flag():
         "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 and less than",
         "--profile-ranks 2": "--profile-ranks 2: the run has ranks 0 to 1",
         "--log-memory-interval 0": "--log-memory-interval must be positive, got 0",
-        "--optimizer-impl apex": "--optimizer-impl apex: not supported, only torch",
     }.items():
         with pytest.raises(ValueError, match=message):
             parse_args(shlex.split(COMMON + FLAGS + flags), 2)

@@ -235,7 +235,7 @@ def test_missing_keys_are_an_error_unless_the_user_says_otherwise(pool, tmp_path
     state = torch.load(common, weights_only=False)
     del state["args"].qk_layernorm
     torch.save(state, common)
-    (tmp_path / "iter_0000004/checksums.json").unlink()  # it knows what we have just changed
+    (tmp_path / "iter_0000004/checksums.bin").unlink()  # it knows what we have just changed
     load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
     with pytest.raises(ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
         pool.run(train, 1, load)

@@ -73,7 +73,7 @@ def test_an_intact_checkpoint_verifies(checkpoint):
     report = verify(checkpoint, progress=read.append)
     assert report.ok and report.has_checksums and not report.notes, report
     assert (report.tensors, report.objects) == (4, 1)
-    files = [path for path in checkpoint.iterdir() if path.name != "checksums.json"]
+    files = [path for path in checkpoint.iterdir() if path.name != "checksums.bin"]
     assert report.files == len(files)
     assert report.bytes == sum(read) == sum(path.stat().st_size for path in files)
     assert verified_load(checkpoint) is None
@@ -166,7 +166,7 @@ def with_manifest(pristine, tmp_path, **changes):
     """A copy without our checksums, and with the list of hashes that Megatron-LM's --verify-integrity leaves."""
     directory = tmp_path / "c"
     shutil.copytree(pristine, directory)
-    (directory / "checksums.json").unlink(missing_ok=True)
+    (directory / "checksums.bin").unlink()
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
     (directory / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files} | changes))
     return directory

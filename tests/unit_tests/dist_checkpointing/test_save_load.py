@@ -191,7 +191,7 @@ def test_only_the_committed_files_are_left(checkpoints):
     assert sorted(path.name for path in checkpoints.iterdir()) == sorted(f"{size}_{tp}" for size, tp in LAYOUTS)
     directory = checkpoints / "2_2"
     names = {path.name for path in directory.iterdir() if not path.name.endswith(".distcp")}
-    assert names == {".metadata", "metadata.json", "common.pt", "checksums.json"}
+    assert names == {".metadata", "metadata.json", "common.pt", "checksums.bin"}
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     assert json.loads((directory / "metadata.json").read_text()) == backend | {
         "common_backend": "torch",
