@@ -43,7 +43,6 @@ def start(root, began, first, loaded, intervals, end):
     if end:
         clock.now += 1
         record.write("end", iteration=last, reason=end, failed=False)
-    record.close()
 
 
 @pytest.fixture
