@@ -41,6 +41,8 @@ class RunShape:
     data_mask: bool = False
     """The attention mask depends on the data (--reset-attention-mask)."""
     saves_optimizer: bool = True
+    device_type: str = "cuda"
+    """Where it runs: CPU and GPU keep other things."""
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ def activation_memory(run: RunShape) -> ActivationMemory:
         run.parallel.sequence_parallel,
         padded_vocab_size(vocab_size, run.vocab_divisor, tp_size) // tp_size,
         run.data_mask,
+        run.device_type,
     )
 
 

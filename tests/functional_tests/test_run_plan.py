@@ -72,7 +72,7 @@ def measure(rank, world_size, flags):
 def plan(flags: str, world_size: int) -> RunPlan:
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(config.tokenizer.vocab_size + 1)
-    return plan_run(run_shape(config, world_size, model_provider), world_size)
+    return plan_run(run_shape(config, world_size, model_provider, "cpu"), world_size)
 
 
 @of_current_torch

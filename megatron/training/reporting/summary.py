@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
 
 
-def run_shape(config: Config, world_size: int, model_provider: ModelProvider) -> RunShape:
+def run_shape(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunShape:
     """What planning needs to know of a run; `config.model.vocab_size` must be known."""
     batches = config.batch_schedule(config.parallel.dp_size(world_size))
     return RunShape(
@@ -50,6 +50,7 @@ def run_shape(config: Config, world_size: int, model_provider: ModelProvider) ->
         vocab_divisor=config.tokenizer.make_vocab_size_divisible_by,
         data_mask=config.data.reset_attention_mask,
         saves_optimizer=not config.checkpoint.no_save_optim,
+        device_type=device_type,
     )
 
 
@@ -57,7 +58,7 @@ def summarize(
     config: Config, world_size: int, model_provider: ModelProvider, device: torch.device, start: str = ""
 ) -> dict[str, str]:
     """What a run of `world_size` processes is, by topic; needs no process group. `start`: where it goes on."""
-    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
+    plan = plan_run(run_shape(config, world_size, model_provider, device.type), world_size)
     model, training, parallel = config.model, config.training, config.parallel
     topics = {
         "model": _model(config),
