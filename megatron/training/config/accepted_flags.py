@@ -108,7 +108,6 @@ _REASONS = {
 ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     name: Accepted(reason) for reason, names in _REASONS.items() for name in names.split()
 } | {
-    "--optimizer-impl": Accepted("apex is not used: torch has fused Adam kernels", ("torch",)),
     "--muon-tp-mode": Accepted("Muon's matrices are whole over TP", ("duplicated", "distributed")),
     "--muon-scalar-optimizer": Accepted("AdamW updates what is no matrix", ("adam",)),
     "--dist-ckpt-format": Accepted("--ckpt-format says it", ("torch_dist",)),
