@@ -136,7 +136,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         source,
         strictness=config.dist_ckpt_strictness,
         skip=lambda key: _left_out(key, with_optimizer, source.tensors),
-        exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
+        exchange_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     ).objects
     if with_optimizer:
         assert training is not None
