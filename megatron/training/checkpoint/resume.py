@@ -164,6 +164,12 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
             f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
             f"{config.optimizer} cannot go on with: {ways_out}, or go on with --optimizer {stored}"
         )
+    momentum = next((group.get("momentum") for group in source.training.param_groups), None)
+    if stored == "sgd" and momentum is not None and bool(momentum) != bool(config.sgd_momentum):
+        raise ValueError(
+            f"{source.description} holds the state of --sgd-momentum {momentum}, which --sgd-momentum "
+            f"{config.sgd_momentum} cannot go on with: {ways_out}, or go on with --sgd-momentum {momentum}"
+        )
 
 
 def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
