@@ -46,10 +46,9 @@ NEVER = "(?!)"  # a switch that no command line of a pretraining gives
 
 FEATURES = (
     Feature(
-        "mixture of experts",
-        "num-experts|moe-.*|expert-.*|overlap-moe-.*|overlap-dispatch-.*|ep-overlap-.*|high-priority-a2a-.*|"
-        "use-grouped-gemm-for-shared-expert",
-        "num-experts|expert-model-parallel-size|expert-parallel",
+        "other form of mixture of experts",
+        "moe-.*|expert-.*|overlap-moe-.*|overlap-dispatch-.*|ep-overlap-.*",
+        None,
     ),
     Feature(
         "multi-latent attention",
