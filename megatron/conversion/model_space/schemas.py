@@ -70,6 +70,7 @@ _RUN: dict[str, Check] = {
     "consumed_valid_samples?": optional(COUNT),
     "model_vocab_size?": optional(SIZE),
     "seq_length?": optional(SIZE),
+    "null_tokenizer_eod_id?": optional(SIZE),
     **{
         f"{name}?": optional(RANKS)
         for name in (

@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 Check = Callable[[Any, str], Any]
 
 
-
 def limit(name: str, default: int) -> int:
     """What is plausible; the environment variable MEGATRON_MAX_<name> says otherwise."""
     value = os.environ.get(f"MEGATRON_MAX_{name}", str(default))
