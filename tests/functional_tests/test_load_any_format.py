@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import LAYOUTS, MODELS, train, whole
 
 import megatron.conversion.load as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import Options, convert
 from tests.compare import assert_same
+from tests.training_harness import LAYOUTS, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
 FORMATS = ("torch_dist", "legacy", "universal", "hf")

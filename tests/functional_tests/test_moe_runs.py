@@ -2,17 +2,17 @@
 
 import shlex
 import tarfile
-from pathlib import Path
 
 import pytest
-from training_harness import Measurements, datasets_provider, forward_step, model_provider
 
 from megatron.conversion.convert import compare
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
+from tests import ROOT
+from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = ROOT / "tests/golden"
 PATHS = ("--save", "--load", "--data-path", "--data-cache-path", "--save-interval")
 LAYOUT = (
     "--use-distributed-optimizer",

@@ -218,8 +218,9 @@ def _model(config: Config) -> str:
     if model.has_experts:
         experts = f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}, "
     return (
-        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), {experts}"
-        f"{heads}, {model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), "
+        f"{experts}{heads}, {model.normalization}, {model.position_embedding_type}, "
+        f"{model.vocab_size} tokens in the vocabulary"
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 
 import pytest
-from memory_source import GPT_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, Options, convert
 from megatron.conversion.files import no_progress
@@ -21,6 +20,7 @@ from megatron.conversion.open_checkpoint import (
     saved_iterations,
 )
 from megatron.core.dist_checkpointing import write_tracker
+from tests.memory_source import GPT_ARGS, random_source
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
 
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
     for name in ("torch_dist", "legacy", "universal"):
         roots[name] = tmp_path_factory.mktemp(name)
         for iteration in (5, 10):
-            source = random_source(GPT_ARGS, seed=iteration)
+            source = random_source({**GPT_ARGS, "num_layers": 1}, seed=iteration)
             source.training.iteration = iteration
             for group in source.training.param_groups:
                 group["step"] = iteration
