@@ -4,8 +4,9 @@ Every format has one reader that presents it as a `Source`, and one writer that 
 so N formats need N adapters and every pair works. Keys, shapes and conventions are those of `docs/architecture.md`:
 one key per layer with its global number, TP-independent shapes, optimizer state under `optimizer.state.*`.
 
-One table each says what arguments and training states of a checkpoint may be, whatever its format. Its limits are those of plausibility: they keep a file of a few bytes from asking for the time and memory of a model that
-nobody has trained. `MEGATRON_MAX_LAYERS` raises the number of layers.
+One table each says what arguments and training states of a checkpoint may be, whatever its format. Its limits are those
+of plausibility: they keep a file of a few bytes from asking for the time and memory of a model that nobody has trained.
+`MEGATRON_MAX_LAYERS` raises the number of layers.
 """
 
 from __future__ import annotations

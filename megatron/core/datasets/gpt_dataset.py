@@ -1,8 +1,8 @@
 """Samples of `seq_length` tokens cut from the concatenated documents of one split of one indexed data set.
 
-Which tokens sample i consists of is as in Megatron-LM:
-a document index (sequences, repeated per epoch and shuffled), a sample index (where each sample starts in it) and a
-shuffle index (the order in which samples are drawn); one `RandomState` serves all shuffles in turn.
+Which tokens sample i consists of is as in Megatron-LM: a document index (sequences, repeated per epoch and shuffled), a
+sample index (where each sample starts in it) and a shuffle index (the order in which samples are drawn); one
+`RandomState` serves all shuffles in turn.
 """
 
 from __future__ import annotations

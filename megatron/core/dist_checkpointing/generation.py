@@ -5,9 +5,10 @@ generations away. Whatever an owner puts into the directory of checkpoints, or t
 a path inside its own generation: a finished checkpoint, the tracker, a checkpoint to be removed. So all of that fails
 for the old owner as soon as a successor has taken over, wherever it was stopped: no check precedes the action.
 
-The branch decides what is newest, not the number. After a rollback (`--ckpt-step 4`, then new saves) a directory holds two branches. Every checkpoint stores its lineage
-in `lineage.json`: for each start of the job that trained a part of it, the generation of that start and the last
-iteration that came from it. A checkpoint without that file belongs to generation 0.
+The branch decides what is newest, not the number. After a rollback (`--ckpt-step 4`, then new saves) a directory holds
+two branches. Every checkpoint stores its lineage in `lineage.json`: for each start of the job that trained a part of
+it, the generation of that start and the last iteration that came from it. A checkpoint without that file belongs to
+generation 0.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ The buffer holds images of the files as they will be on disk, in slots of `SLOT_
 whole pages, so that they can be written past the page cache. With fewer slots than the files need, slots are used again
 as soon as they are written (`--ckpt-staging-mem-limit`).
 
-A rank's part of a save is a queue: chunks of the live state go through the slots into durable files.
-The first tasks of the queue fill all slots, while the files are still being created; the writes follow. When a slot is
-written, the next chunk is staged into it. So with room for everything the snapshot is complete as early as possible,
-and with less the memory stays bounded.
+A rank's part of a save is a queue: chunks of the live state go through the slots into durable files. The first tasks of
+the queue fill all slots, while the files are still being created; the writes follow. When a slot is written, the next
+chunk is staged into it. So with room for everything the snapshot is complete as early as possible, and with less the
+memory stays bounded.
 """
 
 from __future__ import annotations
