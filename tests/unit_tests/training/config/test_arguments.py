@@ -108,7 +108,7 @@ def test_what_asks_for_megatron_lms_default_or_for_details_of_what_is_off_has_no
     parser = make_parser({"Example": Example})
     words = "--context-parallel-size 1 --mscale 2 --fp8-margin 0 --softmax-type vanilla"
     given, ignored = parse_flags(parser, words.split())
-    assert given == {} and len(ignored) == 6
+    assert given == {} and len(ignored) == 4
     with pytest.raises(ValueError, match="multi-latent attention"):
         parse_flags(parser, [*words.split(), "--multi-latent-attention"])
 
