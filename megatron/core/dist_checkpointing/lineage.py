@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core.dist_checkpointing.format.input_files import read_json
+
 LINEAGE = "lineage.json"
 
 
@@ -45,7 +47,7 @@ class Lineage(NamedTuple):
 def read_lineage(directory: Path) -> Lineage:
     """That of the checkpoint `iter_<n>` in `directory`; one without an intact `lineage.json` is of generation 0."""
     try:
-        pairs = json.loads((directory / LINEAGE).read_bytes())["branch"]
+        pairs = read_json(directory / LINEAGE)["branch"]
         branch = tuple((int(generation), int(iteration)) for generation, iteration in pairs)
         return Lineage(branch[:]) if branch else _of_number(directory)
     except (OSError, ValueError, TypeError, KeyError):
