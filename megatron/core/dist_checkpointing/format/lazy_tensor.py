@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.input_files import open_descriptor
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 
 
 @dataclass(frozen=True)
