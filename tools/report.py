@@ -17,7 +17,9 @@ from typing import Any
 
 from megatron.conversion.open_checkpoint import fault, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import verify
+from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
+from megatron.core.progress import Progress
 from megatron.training.reporting.run_record import Start, finite, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")
@@ -103,7 +105,8 @@ def state(directory: Path, check: bool) -> str:
         return problem
     if not check:
         return "complete"
-    problems = verify(directory).problems
+    with Progress(f"verify {directory.name}", total_bytes(directory)) as progress:
+        problems = verify(directory, progress=progress.add).problems
     return f"DAMAGED: {problems[0]}" if problems else "verified"
 
 

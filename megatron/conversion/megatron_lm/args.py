@@ -106,7 +106,11 @@ def _plain(value: Any) -> Any:
 
 def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
     """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
-    known = {key: value for key, value in args.items() if key not in ("recompute_granularity", "recompute_method")}
+    known = {
+        key: value
+        for key, value in args.items()
+        if key not in ("recompute_granularity", "recompute_method", "recompute_modules")
+    }
     return model_config(known, vocab_size, where)
 
 

@@ -60,6 +60,8 @@ def _check_of(kind: Any) -> Check:
         return optional(_OF_TYPE[kind])
     if typing.get_origin(kind) is tuple:
         return optional(sequence(integer(-1, 2**31 - 1), 2, least=2))
+    if typing.get_origin(kind) is list:
+        return optional(sequence(_check_of(typing.get_args(kind)[0]), 100))
     return _check_of(typing.get_args(kind)[0])  # X | None
 
 
@@ -83,6 +85,10 @@ _RUN: dict[str, Check] = {
     },
     **{f"decoder_{end}_pipeline_num_layers?": optional(LAYERS) for end in ("first", "last")},
     **{f"{name}?": optional(text()) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")},
+    "special_tokens?": optional(sequence(text(256), 10_000)),
+    "legacy_tokenizer?": optional(boolean),
+    "tiktoken_pattern?": optional(text(8)),
+    "tiktoken_num_special_tokens?": optional(SIZE),
     **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
     "train_data_fingerprint?": optional(text()),
 }

@@ -156,6 +156,8 @@ RECOMPUTE = [
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
 ]
 
 
