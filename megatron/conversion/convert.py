@@ -125,9 +125,9 @@ def convert(
 ) -> Outcome:
     """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
 
-    `starting` is told how many bytes are to come: to be written, and with `verify` to be compared. Raises ValueError for
-    an existing target without `overwrite`, for an unreadable source, and for a target that cannot hold the model;
-    nothing is left behind then.
+    `starting` is told how many bytes are to come: first to be written, with `verify` then to be compared. ValueError for
+    an existing target without `overwrite`, an unreadable source, and a target that cannot hold the model: nothing is
+    left behind then.
     """
     options = options or Options()
     options = dataclasses.replace(options, trusted=(*options.trusted, load_dir))

@@ -1,19 +1,34 @@
-"""The topology of a run as a value: which rank stands where on the TP, DP and PP axes.
+"""The topology of a run as a value: which rank stands where on the TP, CP, DP and PP axes.
 
-Rank order is Megatron's: TP varies fastest, then DP, then PP
-(`rank = tp + TP * (dp + DP * pp)`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient Large-Scale
-Language Model Training"). `ParallelState` is built once and passed down; layers take a single `Axis`. There are no
-module globals.
+Rank order is Megatron's: TP varies fastest, then CP, DP and PP
+(`rank = tp + TP * (cp + CP * (dp + DP * pp))`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient
+Large-Scale Language Model Training"). Experts are split over axes of their own through the same ranks of a stage:
+`rank = etp + ETP * (ep + EP * (edp + EDP * pp))`. `ParallelState` is built once and passed down; layers take a single
+`Axis`. There are no module globals.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from itertools import product
+from operator import add
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from megatron.core.utils import flag
+
+
+class Place(NamedTuple):
+    """Where a rank stands on the axes that span the world."""
+
+    tp: int = 0
+    cp: int = 0
+    dp: int = 0
+    pp: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,13 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Count ranks over TP, then PP, then DP, so that the stages of a replica are neighbours; else TP, DP, PP."""
+    """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
+    context_parallel_size: int = 1
+    """Number of ranks over which every sequence is split."""
+    expert_model_parallel_size: int = 1
+    """Number of ranks over which the experts of a layer are distributed."""
+    expert_tensor_parallel_size: int | None = None
+    """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     @property
     def tp_size(self) -> int:
@@ -44,38 +65,83 @@ class ParallelConfig:
         return self.pipeline_model_parallel_size
 
     @property
+    def cp_size(self) -> int:
+        return self.context_parallel_size
+
+    @property
     def vpp_size(self) -> int:
         return self.virtual_pipeline_model_parallel_size or 1
 
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on one sample."""
+        return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def ep_size(self) -> int:
+        return self.expert_model_parallel_size
+
+    @property
+    def etp_size(self) -> int:
+        return self.tp_size if self.expert_tensor_parallel_size is None else self.expert_tensor_parallel_size
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are split in another way than the matrices of dense layers."""
+        return (self.etp_size, self.ep_size) != (self.tp_size, 1)
+
+    def edp_size(self, world_size: int) -> int:
+        """Replicas of an expert that `world_size` leaves; ValueError if it does not fit."""
+        self.dp_size(world_size)
+        if min(self.etp_size, self.ep_size) < 1:
+            raise ValueError(f"parallel sizes must be positive, got {self}")
+        ranks = self.etp_size * self.ep_size * self.pp_size
+        if world_size % ranks != 0:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of expert tensor ({self.etp_size}) x expert "
+                f"({self.ep_size}) x pipeline ({self.pp_size}) = {ranks} ranks: change --expert-tensor-parallel-size / "
+                "--expert-model-parallel-size, or the number of processes"
+            )
+        if self.use_tp_pp_dp_mapping and self.etp_size * self.ep_size != self.tp_size * self.cp_size:
+            raise ValueError(
+                f"--use-tp-pp-dp-mapping with --expert-model-parallel-size {self.ep_size}: the pipelines of experts "
+                "and of dense layers would run through different ranks; leave it out"
+            )
+        return world_size // ranks
+
     def dp_size(self, world_size: int) -> int:
         """Data-parallel size that `world_size` leaves; ValueError if it does not fit."""
-        model = self.tp_size * self.pp_size
-        if min(self.tp_size, self.pp_size, self.vpp_size) < 1:
+        if min(self.tp_size, self.cp_size, self.pp_size, self.vpp_size) < 1:
             raise ValueError(f"parallel sizes must be positive, got {self}")
-        if world_size % model != 0:
+        if world_size % self.replica_size != 0:
+            context = f" x context ({self.cp_size})" if self.cp_size > 1 else ""
             raise ValueError(
-                f"world size {world_size} is not a multiple of tensor ({self.tp_size}) x pipeline ({self.pp_size}) "
-                f"= {model} ranks: start a multiple of {model} processes or change "
-                "--tensor-model-parallel-size / --pipeline-model-parallel-size"
+                f"world size {world_size} is not a multiple of tensor ({self.tp_size}){context} x pipeline "
+                f"({self.pp_size}) = {self.replica_size} ranks: start a multiple of {self.replica_size} processes or "
+                f"change --tensor-model-parallel-size / {'--context-parallel-size / ' if context else ''}"
+                "--pipeline-model-parallel-size"
             )
         if self.vpp_size > 1 and self.pp_size == 1:
             raise ValueError(
                 f"--virtual-pipeline-model-parallel-size {self.vpp_size} needs --pipeline-model-parallel-size > 1"
             )
-        return world_size // model
+        return world_size // self.replica_size
 
-    def place(self, rank: int, world_size: int) -> tuple[int, int, int]:
-        """Where a rank stands: its (tp, dp, pp)."""
-        tp, rest, dp_size = rank % self.tp_size, rank // self.tp_size, self.dp_size(world_size)
+    def place(self, rank: int, world_size: int) -> Place:
+        """Where a rank stands."""
+        rest, tp = divmod(rank, self.tp_size)
+        rest, cp = divmod(rest, self.cp_size)
         if self.use_tp_pp_dp_mapping:
-            return tp, rest // self.pp_size, rest % self.pp_size
-        return tp, rest % dp_size, rest // dp_size
+            dp, pp = divmod(rest, self.pp_size)
+        else:
+            pp, dp = divmod(rest, self.dp_size(world_size))
+        return Place(tp, cp, dp, pp)
 
-    def rank_at(self, tp: int, dp: int, pp: int, world_size: int) -> int:
+    def rank_at(self, place: Place, world_size: int) -> int:
         """The rank that stands there."""
-        if self.use_tp_pp_dp_mapping:
-            return tp + self.tp_size * (pp + self.pp_size * dp)
-        return tp + self.tp_size * (dp + self.dp_size(world_size) * pp)
+        tp, cp, dp, pp = place
+        outer = pp + self.pp_size * dp if self.use_tp_pp_dp_mapping else dp + self.dp_size(world_size) * pp
+        return tp + self.tp_size * (cp + self.cp_size * outer)
 
 
 @dataclass(frozen=True)
@@ -103,22 +169,40 @@ class Axis:
 class ParallelState:
     """Place of one rank on every axis.
 
+    Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
+    same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
+    fastest). Nothing is exchanged over `dp` alone: it has no group of its own unless it is `dp_cp`.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
+
+    `etp`, `ep` and `edp` are for experts: the inner width of each is split over `etp`, the experts of a layer are
+    distributed over `ep`, and `edp` holds the replicas of one. `experts` spans ETP x EP (ETP fastest), all experts of a
+    layer. Without expert parallelism these are `tp`, an axis of size 1, `dp_cp` and `tp`.
     """
 
     config: ParallelConfig
     rank: int
     world_size: int
     tp: Axis
+    cp: Axis
     dp: Axis
+    dp_cp: Axis
     pp: Axis
     model: Axis
     embedding: Axis
+    etp: Axis
+    ep: Axis
+    edp: Axis
+    experts: Axis
 
     @property
     def vpp_size(self) -> int:
         return self.config.vpp_size
+
+    @property
+    def place(self) -> str:
+        """This rank's place, for messages."""
+        return f"tp {self.tp.rank}, cp {self.cp.rank}, dp {self.dp.rank}, pp {self.pp.rank}"
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""
@@ -134,21 +218,25 @@ class ParallelState:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
         axes = {name: Axis(r.index(rank), len(r), r) for name, (r,) in _groups(config, world_size, rank).items()}
-        return cls(config, rank, world_size, **axes)
+        return cls(config, rank, world_size, **_with_expert_axes(axes, rank))
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most five groups, whatever the size of the world. NCCL's communicators are split off
-        that of the world, all of an axis in one call; other groups are made by their members alone.
+        A rank takes part in at most six groups, ten with expert parallelism, whatever the size of the world. NCCL's
+        communicators are split off that of the world, all of an axis in one call; other groups are made by their
+        members alone.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
         everyone = _groups(config, world_size) if _can_split() else None
-        axes: dict[str, Axis] = {}
-        for name, (ranks,) in _groups(config, world_size, rank).items():
+        own = _groups(config, world_size, rank)
+        axes = {name: getattr(state, name) for name in own}
+        for name, (ranks,) in own.items():
             group = None
+            if name == "dp":
+                continue
             if everyone is not None:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:
@@ -157,7 +245,15 @@ class ParallelState:
                 group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
             if group is not None:
                 axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
-        return replace(state, **axes)  # type: ignore[arg-type]
+        if config.cp_size == 1:
+            axes["dp"] = axes["dp_cp"]
+        return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]
+
+
+def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:
+    """Without expert parallelism experts are split as dense layers are."""
+    dense = {"etp": axes["tp"], "ep": Axis(ranks=(rank,)), "edp": axes["dp_cp"], "experts": axes["tp"]}
+    return dense | axes
 
 
 def _can_split() -> bool:
@@ -171,23 +267,39 @@ def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) ->
 
     The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if it is asked for.
     """
-    tp_size, pp_size, dp_size = config.tp_size, config.pp_size, config.dp_size(world_size)
-    tps, dps, pps = range(tp_size), range(dp_size), range(pp_size)
-    ends = sorted({0, pp_size - 1})
-
-    def rank_of(tp: int, dp: int, pp: int) -> int:
-        return config.rank_at(tp, dp, pp, world_size)
-
-    at_tp, at_dp, at_pp = tps, dps, pps  # the groups are along one axis, at these places on the others
-    if rank is not None:
-        at_tp, at_dp, at_pp = (range(i, i + 1) for i in config.place(rank, world_size))
-    embedding = [tuple(rank_of(t, d, p) for p in ends) for d in at_dp for t in at_tp]
-    if rank is not None and at_pp[0] not in ends:
-        embedding = [(rank,)]
-    return {
-        "tp": [tuple(rank_of(t, d, p) for t in tps) for p in at_pp for d in at_dp],
-        "dp": [tuple(rank_of(t, d, p) for d in dps) for p in at_pp for t in at_tp],
-        "pp": [tuple(rank_of(t, d, p) for p in pps) for d in at_dp for t in at_tp],
-        "model": [tuple(rank_of(t, d, p) for p in pps for t in tps) for d in at_dp],
-        "embedding": embedding,
+    groups = partial(_groups_along, config, world_size, rank)
+    pipelines, ends = groups("pp"), sorted({0, config.pp_size - 1})
+    embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]
+    dense: dict[str, list[tuple[int, ...]]] = {
+        "tp": groups("tp"),
+        "cp": groups("cp"),
+        "dp": groups("dp"),
+        "dp_cp": groups("cp", "dp"),
+        "pp": pipelines,
+        "model": groups("tp", "pp"),
+        "embedding": embedding if rank is None or rank in embedding[0] else [(rank,)],
     }
+    return dense | (_expert_groups(config, world_size, rank) if config.splits_experts else {})
+
+
+def _expert_groups(config: ParallelConfig, world_size: int, rank: int | None) -> dict[str, list[tuple[int, ...]]]:
+    """`_groups` of the expert axes: the dense grid with ETP in the place of TP, and EP in that of CP."""
+    config.edp_size(world_size)
+    sizes = {"tensor_model_parallel_size": config.etp_size, "context_parallel_size": config.ep_size}
+    groups = partial(_groups_along, replace(config, **sizes), world_size, rank)  # type: ignore[arg-type]
+    return {"etp": groups("tp"), "ep": groups("cp"), "edp": groups("dp"), "experts": groups("tp", "cp")}
+
+
+def _groups_along(config: ParallelConfig, world_size: int, rank: int | None, *along: str) -> list[tuple[int, ...]]:
+    """The groups of ranks that differ on the axes `along` alone."""
+    sizes = Place(config.tp_size, config.cp_size, config.dp_size(world_size), config.pp_size)
+    here = [range(size) for size in sizes] if rank is None else [(at,) for at in config.place(rank, world_size)]
+    split = [name in along for name in Place._fields]
+    inside = _places([range(size) if on else (0,) for size, on in zip(sizes, split, strict=True)])
+    outside = _places([(0,) if on else at for at, on in zip(here, split, strict=True)])
+    return [tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside]
+
+
+def _places(spans: Sequence[Sequence[int]]) -> list[Place]:
+    """All places with a coordinate of every span; TP varies fastest."""
+    return [Place(*reversed(coordinates)) for coordinates in product(*reversed(spans))]

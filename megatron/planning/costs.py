@@ -80,8 +80,8 @@ def plan_traffic(
     return TrafficPlan(
         tp=_tensor_parallel(run, chunks, activations, microbatches),
         pp=Traffic(ps.pp.size, send=sends * activations.residual),
-        dp=_data_parallel(run, chunks, ps.dp.size),
-        embedding=_tied_embedding(run, chunks, ps.dp.size),
+        dp=_data_parallel(run, chunks, ps.dp_cp.size),
+        embedding=_tied_embedding(run, chunks, ps.dp_cp.size),
     )
 
 

@@ -64,11 +64,11 @@ class EmptyChunk:
 def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
     """The chunks of one rank on the meta device, with the layout of their buffers."""
     meta = torch.device("meta")
-    shards = ps.dp.size if run.ddp.use_distributed_optimizer else 1
+    shards = ps.dp_cp.size if run.ddp.use_distributed_optimizer else 1
     for place in chunk_places(run.layer_ranges, ps, TensorParallelRng(0, ps.tp.rank), meta):
         module = run.build_chunk(place)
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]
-        bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp.size)
+        bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp_cp.size)
         yield EmptyChunk(
             module, len(place.layers), place.pre_process, place.post_process, plan_buffer(specs, bucket_size, shards)
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.optimizer import state_names
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, Place
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.planning.activation_memory import ActivationMemory
@@ -103,7 +103,7 @@ class RunPlan:
 def plan_run(run: RunShape, world_size: int) -> RunPlan:
     """The plan of a run of `world_size` ranks."""
     pp_size, vpp_size, num_microbatches = run.parallel.pp_size, run.parallel.vpp_size, run.num_microbatches
-    ranks = [run.parallel.rank_at(0, 0, stage, world_size) for stage in range(pp_size)]
+    ranks = [run.parallel.rank_at(Place(pp=stage), world_size) for stage in range(pp_size)]
     states = [ParallelState.for_rank(run.parallel, world_size, rank) for rank in ranks]
     built = [(ps, list(empty_chunks(run, ps))) for ps in states]
     stages = tuple(_plan_stage(run, ps, chunks) for ps, chunks in built)
@@ -136,7 +136,7 @@ def activation_memory(run: RunShape) -> ActivationMemory:
 
 def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> StagePlan:
     numel = sum(chunk.numel for chunk in chunks)
-    shards = ps.dp.size if run.ddp.use_distributed_optimizer else 1
+    shards = ps.dp_cp.size if run.ddp.use_distributed_optimizer else 1
     activations = activation_memory(run)
     peak = _peak(run, activations, ps, chunks)
     memory = MemoryPlan(
@@ -156,7 +156,7 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(run, ps, chunks, activations)
-    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp.size)
+    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp_cp.size)
 
 
 def _gradient_bytes(run: RunShape, numel: int, shard: int) -> int:

@@ -136,7 +136,7 @@ def build_chunks(
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
-        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp))
+        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
     return chunks

@@ -1,17 +1,17 @@
 """Runs that Megatron-LM began: loaded from its own files, at its layout and at others, they go on along its curve."""
 
 import shlex
-from pathlib import Path
 
 import pytest
-from training_harness import Measurements, datasets_provider, forward_step, model_provider
 
 from megatron.conversion.convert import compare
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
+from tests import ROOT
+from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider
 
-GOLDEN = Path(__file__).parents[1] / "golden/megatron_lm"
+GOLDEN = ROOT / "tests/golden" / "megatron_lm"
 NOT_OURS = ("--ckpt-convert-format", "--ckpt-convert-save", "--save", "--load", "--data-path", "--data-cache-path")
 LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--save-interval", "--ckpt-format")
 

@@ -31,7 +31,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)
         _all_reduce([total], ps.pp)
-        _all_reduce([total], ps.dp)
+        _all_reduce([total], ps.dp_cp)
         for chunk in chunks:
             chunk.grad_divisor = total.clamp(min=1.0)
 

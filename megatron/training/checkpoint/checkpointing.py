@@ -41,7 +41,7 @@ def _generators(run: Run) -> ShardedStateDict:
     """Those of this rank for us, those of the model-parallel rank for Megatron-LM."""
     ps, ours = run.ps, get_rng_state(run.rng)
     generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
-    if ps.dp.rank == 0:
+    if ps.dp_cp.rank == 0:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
         generators[key] = ShardedObject(key, megatron_rng_state(ours, ps, run.config.training.seed))
     return generators

@@ -136,7 +136,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         source,
         strictness=config.dist_ckpt_strictness,
         skip=lambda key: _left_out(key, with_optimizer, source.tensors),
-        exchange_group=run.ps.dp.group if config.ckpt_fully_parallel_load else None,
+        exchange_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     ).objects
     if with_optimizer:
         assert training is not None
@@ -163,6 +163,12 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
         raise ValueError(
             f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
             f"{config.optimizer} cannot go on with: {ways_out}, or go on with --optimizer {stored}"
+        )
+    momentum = next((group.get("momentum") for group in source.training.param_groups), None)
+    if stored == "sgd" and momentum is not None and bool(momentum) != bool(config.sgd_momentum):
+        raise ValueError(
+            f"{source.description} holds the state of --sgd-momentum {momentum}, which --sgd-momentum "
+            f"{config.sgd_momentum} cannot go on with: {ways_out}, or go on with --sgd-momentum {momentum}"
         )
 
 

@@ -67,9 +67,9 @@ _STATE = record(
 
 
 def rng_key(ps: ParallelState) -> str:
-    """The key of this rank's state in a checkpoint: its place and the layout, as (pp, tp, dp)."""
-    place = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp.rank}"
-    return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp.size}"
+    """The key of this rank's state in a checkpoint: its place and the layout, as (pp, tp, dp x cp)."""
+    place = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp_cp.rank}"
+    return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp_cp.size}"
 
 
 def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class FiniteCheck:
 
     def _place(self) -> str:
         ps = self._ps
-        return f"rank {ps.rank} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank})"
+        return f"rank {ps.rank} ({ps.place})"
 
 
 _ADVICE = (

@@ -103,7 +103,7 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
     Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations
     outside the tensor-parallel regions and must drop the same elements. Inside, `rng` takes over.
     """
-    place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp.rank])
+    place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp_cp.rank])
     value = int(place.generate_state(1)[0])
     random.seed(value)
     np.random.seed(value)
@@ -160,7 +160,7 @@ def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[
         if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
             raise
         raise LostRankError(
-            f"rank {ps.rank} of {ps.world_size} (tp {ps.tp.rank}, dp {ps.dp.rank}, pp {ps.pp.rank}) stops: another "
+            f"rank {ps.rank} of {ps.world_size} ({ps.place}) stops: another "
             f"rank has died, or did not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
             f"first error of the other ranks ({text.splitlines()[0]})"
         ) from error

@@ -216,7 +216,7 @@ def _model(config: Config) -> str:
 
 def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
     rank, size = stage.ps.pp.rank, world_size // config.parallel.pp_size
-    first, last = (config.parallel.rank_at(0, dp, rank, world_size) for dp in (0, stage.ps.dp.size - 1))
+    first, last = stage.ps.dp_cp.ranks[0], stage.ps.dp_cp.ranks[-1]
     chunks = [f"{c.start}" if len(c) == 1 else f"{c.start}-{c.stop - 1}" for c in config.layer_ranges()[rank] if c]
     ends = [", embedding"] * stage.ps.pp.is_first + [", output layer"] * stage.ps.pp.is_last
     ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last + config.parallel.tp_size - 1}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from memory_source import LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import Options, convert
 from megatron.conversion.deepspeed.writer import write_universal
@@ -16,8 +15,9 @@ from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_hug
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
+from tests import ROOT
+from tests.memory_source import LLAMA_ARGS, random_source
 
-ROOT = Path(__file__).parents[3]
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"
 
 

@@ -1,14 +1,14 @@
 """Arguments in a checkpoint: Megatron-LM's names, comparison, take-over."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args, with_stored_args
 from megatron.training.config.run_config import make_config, parse_args
+from tests import ROOT
 
-GOLDEN = Path(__file__).parents[4] / "tests/golden/megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
+GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
 
 
 def flags(more="", without=""):
