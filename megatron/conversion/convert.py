@@ -125,7 +125,7 @@ def convert(
 ) -> Outcome:
     """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
 
-    `starting` is told how many bytes are to come: first to be written, with `verify` then to be compared. ValueError for
+    `starting` is told how many bytes are to come: first to be written, then, with `verify`, compared. ValueError for
     an existing target without `overwrite`, an unreadable source, and a target that cannot hold the model: nothing is
     left behind then.
     """
