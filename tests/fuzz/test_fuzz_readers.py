@@ -37,6 +37,7 @@ from tests import ROOT
 from tests.fuzz.mutations import (
     damage,
     damaged_archive,
+    damaged_index,
     damaged_json,
     damaged_lines,
     damaged_pickle,
@@ -210,6 +211,7 @@ READERS: dict[str, tuple[str, dict[str, Structural], Callable[[Case], None]]] = 
     "hf sidecar": ("hf", {"megatron_state/state.json": damaged_json}, read_checkpoint),
     "hf optimizer": ("hf", {"megatron_state/*.safetensors": damaged_safetensors}, read_checkpoint),
     "torch_dist metadata": ("torch_dist", {"iter_*/.metadata": damaged_pickle}, read_or_verify),
+    "torch_dist index": ("torch_dist", {"iter_*/.metadata": damaged_index}, read_or_verify),
     "torch_dist common": ("torch_dist", {"iter_*/common.pt": damaged_archive}, read_or_verify),
     "torch_dist files": (
         "torch_dist",

@@ -287,6 +287,12 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"exp_avg\.pt"):
         read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
     shutil.move(tmp_path / "moment", moment)
+    shutil.copy(moment, tmp_path / "moment")
+    for other, shape in ((torch.zeros(2), r"float32 of shape \[2\]"), (torch.zeros(32, dtype=torch.int), "int32")):
+        edit(moment, lambda _, other=other: {"param": other})
+        with pytest.raises(ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"):
+            read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+    shutil.move(tmp_path / "moment", moment)
 
     edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step + 1)
     with pytest.raises(ValueError, match=r"different steps: \[7, 8\]"):
