@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.datasets.blend import Split
-from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.config import GPTDatasetConfig, Split
 from megatron.core.datasets.gpt_dataset import Sample, finish_sample, generator_of
 from megatron.core.datasets.index_cache import digest_of
 

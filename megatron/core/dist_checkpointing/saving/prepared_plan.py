@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
 from megatron.core.dist_checkpointing.format.metadata_file import dcp_classes, encode_metadata
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items
@@ -22,12 +23,12 @@ class MetadataCache:
 
     tensors: CheckpointMetadata
     _objects: list[bytes] | None = None
-    _encoded: bytes = b""
+    _encoded: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
         dcp_classes()  # what takes long to import is there when the first save begins
 
-    def encode(self, objects: list[bytes]) -> bytes:
+    def encode(self, objects: list[bytes]) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
         if objects != self._objects:
             places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
