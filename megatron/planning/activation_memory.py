@@ -30,6 +30,8 @@ class ActivationMemory:
     data_mask: bool = False
     """The attention mask depends on the data (--reset-attention-mask)."""
     device_type: str = "cuda"
+    etp_size: int = 1
+    """Ranks over which an expert is split."""
 
     @property
     def itemsize(self) -> int:
@@ -81,7 +83,7 @@ class ActivationMemory:
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
         total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
         total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
-        total += qkv + context + (0 if c.recomputes("mlp") else self._inside_mlp)
+        total += qkv + context + (0 if self.mlp_again else self._mlp)
         if c.qk_layernorm:  # the heads before and after it
             heads = c.num_attention_heads + c.query_groups
             total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
@@ -93,9 +95,25 @@ class ActivationMemory:
         return total
 
     @property
-    def _inside_mlp(self) -> int:
-        """The inputs of the activation and of the second linear layer."""
-        return (self.blocks + 1) * self.inner
+    def _mlp(self) -> int:
+        """What the MLP keeps. In a model with experts every layer is taken for one with them, and they for evenly used:
+        of each chosen expert's rows their input, the inner values around the activation and its product, and places."""
+        c = self.config
+        if not c.has_experts:
+            return (self.blocks + 1) * self.inner
+        rows = self.local_tokens * c.moe_router_topk * self.etp_size
+        inner = rows * c.moe_ffn_size // self.etp_size * self.itemsize
+        shared = self.tokens * (c.moe_shared_expert_intermediate_size or 0) // self.tp_size * self.itemsize
+        scores = 3 * self.local_tokens * c.experts * 4
+        return (
+            rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
+            + scores + 4 * 8 * rows
+        )  # fmt: skip
+
+    @property
+    def mlp_again(self) -> bool:
+        """Backward computes the MLP again."""
+        return self.config.recomputes("moe" if self.config.has_experts else "mlp")
 
     @property
     def _masked(self) -> bool:
@@ -126,7 +144,7 @@ class ActivationMemory:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
-        mlp = self._inside_mlp if c.recomputes("mlp") else 0  # there again for a while
+        mlp = self._mlp if self.mlp_again else 0  # there again for a while
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
@@ -140,7 +158,7 @@ class ActivationMemory:
             + self.blocks * weight_grad
             - self.inner,
             # three temporaries in fp32, and the gradient in the model's type; the MLP and its input are gone
-            "norm": 3 * self.residual * 4 // self.itemsize - self._inside_mlp,
+            "norm": 3 * self.residual * 4 // self.itemsize - self._mlp,
         }
         # the gradient of the residual stream is there throughout
         return self.residual + normed + mlp + max(points.values())
