@@ -28,9 +28,11 @@ from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
     checksum_records,
 )
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location  # noqa: E402
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
+from megatron.core.dist_checkpointing.saving.commit import (
+    PendingCheckpoint,  # noqa: E402
+    SaveBarrier,  # noqa: E402
+)
 from megatron.core.dist_checkpointing.saving.prepared_plan import MetadataCache  # noqa: E402
-from megatron.core.dist_checkpointing.saving.save_barrier import SaveBarrier  # noqa: E402
 
 FILES = 2  # of tensors, per rank
 
