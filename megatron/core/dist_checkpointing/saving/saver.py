@@ -6,7 +6,7 @@
   it before anything changes the tensors, which is the optimizer step. Objects, `common` and `volatile` tensors are
   copied before `save` returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
-* **commit**: by rank 0 when all ranks are durable (`save_barrier.py`, `commit.py`). No collective.
+* **commit**: by rank 0 when all ranks are durable (`commit.py`). No collective.
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 """
