@@ -31,6 +31,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         post_process=place.post_process,
         tp=place.ps.tp,
         sequence_parallel=config.parallel.sequence_parallel,
+        experts=place.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
         rng=place.rng,
         device=place.device,

@@ -9,6 +9,7 @@ Large-Scale Language Model Training"). Experts are split over axes of their own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -51,9 +52,9 @@ class ParallelConfig:
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
     context_parallel_size: int = 1
     """Number of ranks over which every sequence is split."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = flag(1)
     """Number of ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None)
     """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     @property
@@ -166,6 +167,24 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ExpertAxes:
+    """What a layer with experts must know of the topology."""
+
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    all: Axis = Axis()
+    """ETP x EP, ETP fastest: all experts of a layer."""
+    tokens: tuple[Axis, ...] = ()
+    """Those over whose ranks the tokens of a micro batch are split."""
+    dp: Axis = Axis()
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks over which the tokens of a micro batch are split."""
+        return math.prod(axis.size for axis in self.tokens)
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """Place of one rank on every axis.
 
@@ -203,6 +222,10 @@ class ParallelState:
     def place(self) -> str:
         """This rank's place, for messages."""
         return f"tp {self.tp.rank}, cp {self.cp.rank}, dp {self.dp.rank}, pp {self.pp.rank}"
+
+    @property
+    def expert_axes(self) -> ExpertAxes:
+        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), self.dp)
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,6 +55,7 @@ class GPTModel(MegatronModule):
         post_process: bool = True,
         tp: Axis | None = None,
         sequence_parallel: bool = False,
+        experts: ExpertAxes | None = None,
         make_vocab_size_divisible_by: int = 128,
         rng: TensorParallelRng | None = None,
         device: torch.device | None = None,
@@ -83,6 +84,7 @@ class GPTModel(MegatronModule):
             tp=tp,
             rng=rng,
             sequence_parallel=sequence_parallel,
+            experts=experts,
             device=device,
         )
         self.output_layer = (
