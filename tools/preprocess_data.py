@@ -76,7 +76,7 @@ class PreprocessConfig:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LineBatch:
     """Undecoded documents of one file, each with the number of its first line."""
 
     path: str
@@ -164,7 +164,7 @@ def total_bytes(paths: Iterable[str]) -> int | None:
     return sum(os.path.getsize(path) for path in paths)
 
 
-def read_chunks(path: str, config: PreprocessConfig) -> Iterator[Chunk]:
+def read_chunks(path: str, config: PreprocessConfig) -> Iterator[LineBatch]:
     """The documents of a file, about CHUNK_BYTES at a time."""
     is_json = config.input_format == "jsonl"
     if config.input_format == "auto":
@@ -178,10 +178,10 @@ def read_chunks(path: str, config: PreprocessConfig) -> Iterator[Chunk]:
                 batch.append((line, document))
                 size += len(document)
                 if size >= CHUNK_BYTES:
-                    yield Chunk(path, is_json, batch)
+                    yield LineBatch(path, is_json, batch)
                     batch, size = [], 0
             if batch:
-                yield Chunk(path, is_json, batch)
+                yield LineBatch(path, is_json, batch)
     except (OSError, EOFError) as error:  # EOFError: a cut .gz
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
@@ -233,7 +233,7 @@ class Encoder:
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_tokenizer": None}
 
-    def __call__(self, chunk: Chunk) -> dict[str, Tokens]:
+    def __call__(self, chunk: LineBatch) -> dict[str, Tokens]:
         if self._tokenizer is None:
             self._tokenizer = build_tokenizer(self.tokenizer_config)
         dtype = token_dtype(self._tokenizer.vocab_size)
@@ -291,8 +291,8 @@ def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
 
 
 def encode_in_order(
-    chunks: Iterable[Chunk], encoder: Encoder, num_workers: int
-) -> Iterator[tuple[Chunk, dict[str, Tokens]]]:
+    chunks: Iterable[LineBatch], encoder: Encoder, num_workers: int
+) -> Iterator[tuple[LineBatch, dict[str, Tokens]]]:
     """`(chunk, encoder(chunk))` in the order of the chunks; at most CHUNKS_AHEAD per worker are in memory."""
     if num_workers == 1:
         yield from ((chunk, encoder(chunk)) for chunk in chunks)

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.progress import Progress
-from megatron.training.reporting.run_record import Start, finite, read_record
+from megatron.training.reporting.run_record import RecordedStart, finite, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
@@ -30,7 +30,7 @@ MAX_POINTS = 1500  # of a curve; more are averaged
 Row = dict[str, Any]
 
 
-def kept_until(starts: Sequence[Start]) -> list[int]:
+def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
     """For each start the last iteration that no later start did again."""
     limits, limit = [], sys.maxsize
     for start in reversed(starts):
@@ -39,7 +39,7 @@ def kept_until(starts: Sequence[Start]) -> list[int]:
     return limits[::-1]
 
 
-def goodput(starts: Sequence[Start]) -> dict[str, float]:
+def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
     """Where the time from the first line to the last went, in seconds."""
     spent = {"training": 0.0, "done again later": 0.0, "held up by saves": 0.0, "starting": 0.0, "between starts": 0.0}
     ended = starts[0].began
@@ -56,12 +56,12 @@ def goodput(starts: Sequence[Start]) -> dict[str, float]:
     return spent
 
 
-def saves_of(start: Start) -> list[Row]:
+def saves_of(start: RecordedStart) -> list[Row]:
     """The points of its committed saves."""
     return [row for row in start.points if "save-total-time" in row["values"]]
 
 
-def curve(start: Start, name: str) -> list[tuple[float, float]]:
+def curve(start: RecordedStart, name: str) -> list[tuple[float, float]]:
     """(iteration, value) of the intervals, averaged where they are many."""
     points = [(row["iteration"], row[name]) for row in start.intervals if row.get(name) is not None]
     step = -(-len(points) // MAX_POINTS) or 1
@@ -69,7 +69,7 @@ def curve(start: Start, name: str) -> list[tuple[float, float]]:
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def checkpoints(root: Path, starts: Sequence[Start], check: bool) -> list[Row]:
+def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> list[Row]:
     """Every checkpoint that is there: when, how large, by which start, where it descends from, whether whole."""
     writers = {row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)}
     directories = {iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)}
@@ -98,7 +98,7 @@ def checkpoints(root: Path, starts: Sequence[Start], check: bool) -> list[Row]:
     return rows
 
 
-def parent(directory: Path, writer: Start | None) -> str | None:
+def parent(directory: Path, writer: RecordedStart | None) -> str | None:
     """The checkpoint that it descends from, by name; the first of a directory, what its start began with."""
     before = read_parent(directory)
     if before is not None:
@@ -138,7 +138,7 @@ def facts(root: Path, check: bool) -> Row:
     }
 
 
-def start_facts(start: Start, limit: int) -> Row:
+def start_facts(start: RecordedStart, limit: int) -> Row:
     points = [(row["iteration"], row["values"]) for row in start.points]
     return {
         "layout": start.start["layout"],

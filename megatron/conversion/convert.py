@@ -99,7 +99,7 @@ WRITERS: dict[str, Writer] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConversionReport:
     """What was converted, and what not."""
 
     source: str
@@ -121,7 +121,7 @@ def convert(
     verify: bool = False,
     progress: Progress = no_progress,
     starting: Callable[[int], None] = lambda nbytes: None,
-) -> Outcome:
+) -> ConversionReport:
     """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
 
     `starting` is told how many bytes are to come: first to be written, then, with `verify`, compared. ValueError for
@@ -148,7 +148,7 @@ def convert(
             verified = compare(changed, written, progress)
         put_in_place(partial, save_dir)
     unused = [f"unused in the source: {name}" for name in source.unused]
-    return Outcome(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
+    return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:

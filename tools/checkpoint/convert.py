@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron.conversion.convert import WRITERS, Options, Outcome, convert
-from megatron.conversion.deepspeed.names import STYLES
+from megatron.conversion.convert import WRITERS, ConversionReport, Options, convert
+from megatron.conversion.deepspeed.files import STYLES
 from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
 from megatron.conversion.files import parse_size
 from megatron.conversion.open_checkpoint import FORMATS, Hints
@@ -108,7 +108,9 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
 
 
-def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None) -> Outcome:
+def run(
+    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+) -> ConversionReport:
     options = Options(
         args.target_tensor_parallel_size,
         args.target_pipeline_parallel_size,

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec, PackedSpec, RankPlan, describe, make_plan, pack
-from megatron.core.dist_checkpointing.saving.staging import BytesSource, Chunk, constant_sources, cut_chunks
+from megatron.core.dist_checkpointing.saving.staging import BytesSource, FileChunk, constant_sources, cut_chunks
 
 
 @dataclass
@@ -46,7 +46,7 @@ class PreparedPlan:
     nonce: str
     total_bytes: int
     files: list[FileLayout]
-    chunks: list[Chunk]
+    chunks: list[FileChunk]
     constants: list[BytesSource] = field(repr=False)
     metadata: MetadataCache | None  # on rank 0
 

@@ -162,7 +162,9 @@ RECOMPUTE = [
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2}])
+@pytest.mark.parametrize(
+    "experts", [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2, "add_bias_linear": False}]
+)
 def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts):
     def gradients(**changes):
         ps = ParallelState.for_rank(ParallelConfig())
