@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
 from megatron.conversion.convert import WRITERS, ConversionReport, Options, convert
 from megatron.conversion.deepspeed.files import STYLES
@@ -28,6 +27,7 @@ from megatron.conversion.open_checkpoint import FORMATS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.parallel_state import ParallelConfig
+from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import make_parser, parse_flags
 
@@ -129,7 +129,7 @@ def run(
         note=note,
     )
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
-    with tqdm(unit="B", unit_scale=True, desc=f"-> {args.saver}", file=sys.stderr) as bar:
+    with Progress(f"-> {args.saver}") as progress:
         return convert(
             args.load_dir,
             args.save_dir,
@@ -140,8 +140,8 @@ def run(
             options,
             args.overwrite,
             args.verify,
-            bar.update,
-            lambda nbytes: bar.reset(nbytes),
+            progress.add,
+            progress.restart,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
-from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import dcp_classes, encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -24,6 +24,9 @@ class MetadataCache:
     tensors: CheckpointMetadata
     _objects: list[bytes] | None = None
     _encoded: Sequence[bytes] = ()
+
+    def __post_init__(self) -> None:
+        dcp_classes()  # what takes long to import is there when the first save begins
 
     def encode(self, objects: list[bytes]) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
