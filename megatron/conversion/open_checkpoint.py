@@ -2,7 +2,8 @@
 
 The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
 `release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
-something was lost since; then the newest complete checkpoint stands in.
+something was lost since; then the newest complete checkpoint stands in. There is one way to load: a run's own
+checkpoint is a `Source` like any other, and one engine reads them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The container of `torch.save`, a zip archive of uncompressed records, and tensors that stay in it until they are used.
+"""The container of `torch.save`: a zip archive of uncompressed records, whose tensors are read when they are used.
 
 A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix`, where prefix and suffix depend on
 dtype and shape alone. So a file can be laid out before any data exists, and the raw bytes of any row can be read back
