@@ -3,8 +3,10 @@
 import shlex
 
 import pytest
+import torch
 
 from megatron.conversion.convert import compare
+from megatron.conversion.model_space.source import read_whole
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
@@ -151,3 +153,34 @@ def test_what_megatron_saved_goes_on(pool, tmp_path, archives, form, layout):
     processes, flags = LAYOUTS[layout]
     load = f"--load {archives('mixtral_fp32', form)} --data-cache-path {tmp_path}"
     check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", f"{flags} {load}"), first=6)
+
+
+# What the golden models leave out: a dense layer, groups, the bias of the router, losses by sequence, loss by token.
+OTHER = (
+    "--moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 1e-2 2e-2 --moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --calculate-per-token-loss --no-load-rng"
+)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2_ep2_etp1", "pp2_ep2"])
+def test_one_seed_one_curve_with_every_option(pool, tmp_path, layout):
+    """From one seed, saved on one process after five iterations; at the layout from there and from the start."""
+    cache = f"--data-cache-path {tmp_path / 'cache'}"
+    save = f"--save {tmp_path / 'saved'} --save-interval 5"
+    _, losses, norms, experts = pool.run(train, 1, "mixtral_fp32", f"{OTHER} {ZERO} {cache} {save}")[0]
+    processes, flags = LAYOUTS[layout]
+    flags = f"{flags} {OTHER} {cache}"
+    whole = pool.run(train, processes, "mixtral_fp32", flags)[0]
+    rest = pool.run(train, processes, "mixtral_fp32", f"{flags} --load {tmp_path / 'saved'} --ckpt-step 5")[0]
+    assert len(rest[1]) == 5
+    for ours, first in ((whole, 0), (rest, 5)):
+        assert ours[1] == pytest.approx(losses[first:], abs=5e-6)
+        assert ours[2] == pytest.approx(norms[first:], rel=1e-4)
+        for mine, theirs in zip(ours[3], experts[first:], strict=True):
+            assert mine.keys() == theirs.keys() and len(mine["load"]) == 1
+            for name in mine:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
+    bias = read_whole(open_checkpoint(tmp_path / "saved"), "decoder.layers.1.mlp.router.expert_bias")
+    assert bias.abs().max() > 0 and torch.allclose(bias / 1e-3, (bias / 1e-3).round(), atol=1e-3)
