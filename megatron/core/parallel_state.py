@@ -47,8 +47,11 @@ class ParallelConfig:
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = flag(1)
     """Number of ranks over which every sequence is split."""
+    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
+    (all_gather), or by exchanging positions for heads (a2a)."""
 
     @property
     def tp_size(self) -> int:

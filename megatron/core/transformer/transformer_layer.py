@@ -13,6 +13,7 @@ from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,13 +34,16 @@ class TransformerLayer(MegatronModule):
         *,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.dropout, self.rng, self.sequence_parallel = config.hidden_dropout, rng, sequence_parallel
         self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.self_attention = SelfAttention(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device)
+        self.self_attention = SelfAttention(
+            config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
+        )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
