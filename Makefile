@@ -42,7 +42,7 @@ docker-lint: setup
 	$(VENV)/bin/hadolint Dockerfile
 
 image-steps:
-	PYTHON=$(PYTHON) .ci/image_steps tests/unit_tests/core tests/unit_tests/datasets
+	PYTHON=$(PYTHON) .ci/image_steps tests/unit_tests/core/test_layering.py tests/unit_tests/core/test_module.py tests/unit_tests/core/datasets
 
 docs: setup
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import DistributedPool
+
+from tests.distributed import DistributedPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 PRINT = '#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n'
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'  # options of its own, then the command
 SCONTROL = '#!/bin/sh\n[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> "$SCONTROL_LOG"\n'

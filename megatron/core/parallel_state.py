@@ -2,8 +2,9 @@
 
 Rank order is Megatron's: TP varies fastest, then CP, DP and PP
 (`rank = tp + TP * (cp + CP * (dp + DP * pp))`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient
-Large-Scale Language Model Training"). `ParallelState` is built once and passed down; layers take a single `Axis`. There
-are no module globals.
+Large-Scale Language Model Training"). Experts are split over axes of their own through the same ranks of a stage:
+`rank = etp + ETP * (ep + EP * (edp + EDP * pp))`. `ParallelState` is built once and passed down; layers take a single
+`Axis`. There are no module globals.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from operator import add
 from typing import NamedTuple
@@ -52,6 +54,10 @@ class ParallelConfig:
     cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
     """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
     (all_gather), or by exchanging positions for heads (a2a)."""
+    expert_model_parallel_size: int = 1
+    """Number of ranks over which the experts of a layer are distributed."""
+    expert_tensor_parallel_size: int | None = None
+    """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     @property
     def tp_size(self) -> int:
@@ -73,6 +79,38 @@ class ParallelConfig:
     def replica_size(self) -> int:
         """Ranks that work on one sample."""
         return self.tp_size * self.cp_size * self.pp_size
+
+    @property
+    def ep_size(self) -> int:
+        return self.expert_model_parallel_size
+
+    @property
+    def etp_size(self) -> int:
+        return self.tp_size if self.expert_tensor_parallel_size is None else self.expert_tensor_parallel_size
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts are split in another way than the matrices of dense layers."""
+        return (self.etp_size, self.ep_size) != (self.tp_size, 1)
+
+    def edp_size(self, world_size: int) -> int:
+        """Replicas of an expert that `world_size` leaves; ValueError if it does not fit."""
+        self.dp_size(world_size)
+        if min(self.etp_size, self.ep_size) < 1:
+            raise ValueError(f"parallel sizes must be positive, got {self}")
+        ranks = self.etp_size * self.ep_size * self.pp_size
+        if world_size % ranks != 0:
+            raise ValueError(
+                f"world size {world_size} is not a multiple of expert tensor ({self.etp_size}) x expert "
+                f"({self.ep_size}) x pipeline ({self.pp_size}) = {ranks} ranks: change --expert-tensor-parallel-size / "
+                "--expert-model-parallel-size, or the number of processes"
+            )
+        if self.use_tp_pp_dp_mapping and self.etp_size * self.ep_size != self.tp_size * self.cp_size:
+            raise ValueError(
+                f"--use-tp-pp-dp-mapping with --expert-model-parallel-size {self.ep_size}: the pipelines of experts "
+                "and of dense layers would run through different ranks; leave it out"
+            )
+        return world_size // ranks
 
     def dp_size(self, world_size: int) -> int:
         """Data-parallel size that `world_size` leaves; ValueError if it does not fit."""
@@ -139,6 +177,10 @@ class ParallelState:
     fastest). Nothing is exchanged over `dp` alone: it has no group of its own unless it is `dp_cp`.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
+
+    `etp`, `ep` and `edp` are for experts: the inner width of each is split over `etp`, the experts of a layer are
+    distributed over `ep`, and `edp` holds the replicas of one. `experts` spans ETP x EP (ETP fastest), all experts of a
+    layer. Without expert parallelism these are `tp`, an axis of size 1, `dp_cp` and `tp`.
     """
 
     config: ParallelConfig
@@ -151,6 +193,10 @@ class ParallelState:
     pp: Axis
     model: Axis
     embedding: Axis
+    etp: Axis
+    ep: Axis
+    edp: Axis
+    experts: Axis
 
     @property
     def vpp_size(self) -> int:
@@ -175,20 +221,22 @@ class ParallelState:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
         axes = {name: Axis(r.index(rank), len(r), r) for name, (r,) in _groups(config, world_size, rank).items()}
-        return cls(config, rank, world_size, **axes)
+        return cls(config, rank, world_size, **_with_expert_axes(axes, rank))
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most six groups, whatever the size of the world. NCCL's communicators are split off
-        that of the world, all of an axis in one call; other groups are made by their members alone.
+        A rank takes part in at most six groups, ten with expert parallelism, whatever the size of the world. NCCL's
+        communicators are split off that of the world, all of an axis in one call; other groups are made by their
+        members alone.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
         everyone = _groups(config, world_size) if _can_split() else None
-        axes: dict[str, Axis] = {}
-        for name, (ranks,) in _groups(config, world_size, rank).items():
+        own = _groups(config, world_size, rank)
+        axes = {name: getattr(state, name) for name in own}
+        for name, (ranks,) in own.items():
             group = None
             if name == "dp":
                 continue
@@ -200,9 +248,15 @@ class ParallelState:
                 group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
             if group is not None:
                 axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
-        if config.cp_size == 1 and "dp_cp" in axes:
+        if config.cp_size == 1:
             axes["dp"] = axes["dp_cp"]
-        return replace(state, **axes)  # type: ignore[arg-type]
+        return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]
+
+
+def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:
+    """Without expert parallelism experts are split as dense layers are."""
+    dense = {"etp": axes["tp"], "ep": Axis(ranks=(rank,)), "edp": axes["dp_cp"], "experts": axes["tp"]}
+    return dense | axes
 
 
 def _can_split() -> bool:
@@ -216,19 +270,10 @@ def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) ->
 
     The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if it is asked for.
     """
-    sizes = Place(config.tp_size, config.cp_size, config.dp_size(world_size), config.pp_size)
-    here = [range(size) for size in sizes] if rank is None else [(at,) for at in config.place(rank, world_size)]
-
-    def groups(*along: str) -> list[tuple[int, ...]]:
-        """Ranks that differ on the axes `along` alone."""
-        split = [name in along for name in Place._fields]
-        inside = _places([range(size) if on else (0,) for size, on in zip(sizes, split, strict=True)])
-        outside = _places([(0,) if on else at for at, on in zip(here, split, strict=True)])
-        return [tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside]
-
-    pipelines, ends = groups("pp"), sorted({0, sizes.pp - 1})
+    groups = partial(_groups_along, config, world_size, rank)
+    pipelines, ends = groups("pp"), sorted({0, config.pp_size - 1})
     embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]
-    return {
+    dense: dict[str, list[tuple[int, ...]]] = {
         "tp": groups("tp"),
         "cp": groups("cp"),
         "dp": groups("dp"),
@@ -237,6 +282,25 @@ def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) ->
         "model": groups("tp", "pp"),
         "embedding": embedding if rank is None or rank in embedding[0] else [(rank,)],
     }
+    return dense | (_expert_groups(config, world_size, rank) if config.splits_experts else {})
+
+
+def _expert_groups(config: ParallelConfig, world_size: int, rank: int | None) -> dict[str, list[tuple[int, ...]]]:
+    """`_groups` of the expert axes: the dense grid with ETP in the place of TP, and EP in that of CP."""
+    config.edp_size(world_size)
+    sizes = {"tensor_model_parallel_size": config.etp_size, "context_parallel_size": config.ep_size}
+    groups = partial(_groups_along, replace(config, **sizes), world_size, rank)  # type: ignore[arg-type]
+    return {"etp": groups("tp"), "ep": groups("cp"), "edp": groups("dp"), "experts": groups("tp", "cp")}
+
+
+def _groups_along(config: ParallelConfig, world_size: int, rank: int | None, *along: str) -> list[tuple[int, ...]]:
+    """The groups of ranks that differ on the axes `along` alone."""
+    sizes = Place(config.tp_size, config.cp_size, config.dp_size(world_size), config.pp_size)
+    here = [range(size) for size in sizes] if rank is None else [(at,) for at in config.place(rank, world_size)]
+    split = [name in along for name in Place._fields]
+    inside = _places([range(size) if on else (0,) for size, on in zip(sizes, split, strict=True)])
+    outside = _places([(0,) if on else at for at, on in zip(here, split, strict=True)])
+    return [tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside]
 
 
 def _places(spans: Sequence[Sequence[int]]) -> list[Place]:

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import common_state, model_state, save_checkpoint
 from megatron.training.checkpoint.ownership import take_save_directory
-from megatron.training.checkpoint.resume import find_start, load_checkpoint, stored_vocab_size
+from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.rewrite import check_hf_target, save_hf
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
@@ -65,6 +65,8 @@ def pretrain(
     ps, device = initialize(config.distributed, config.parallel)
     generation = take_save_directory(config)
     start = find_start(config.checkpoint)
+    if adopt_end_of_document(config, start):
+        tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)

@@ -1,7 +1,8 @@
 """Fixtures of the tests that run the training program as processes of their own."""
 
 import pytest
-from crash_harness import launching
+
+from tests.functional_tests.crash_harness import launching
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import Reader
+from tests import ROOT
 
-HERE = Path(__file__).parent
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 DEADLINE = 60.0  # seconds that nothing here takes
 
@@ -98,7 +98,8 @@ class Launcher:
     def __init__(self, logs: Path) -> None:
         self._logs, self._count = logs, 0
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "forking_launcher.py")],
+            [sys.executable, "-m", "tests.functional_tests.forking_launcher"],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,13 +12,9 @@ import os
 import resource
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-import pretrain_gpt  # noqa: E402
+import pretrain_gpt
 
 
 def start(request: dict[str, Any], rank: int) -> int:

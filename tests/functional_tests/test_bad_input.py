@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_harness import COMMON, LAYOUTS, MODELS, train
 
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.training.config.run_config import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests import ROOT
+from tests.training_harness import COMMON, LAYOUTS, MODELS, train
 
-ROOT = Path(__file__).parents[2]
 MOCK = f"--mock-data --train-iters 4 {MODELS['llama']}"
 
 

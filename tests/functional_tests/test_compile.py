@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
+
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
 RUNS = {
     "llama, evaluated": (1, LLAMA + "--eval-iters 1 --eval-interval 2 "),

@@ -7,11 +7,11 @@ import random
 import time
 
 import pytest
-from crash_harness import stored_tensors
-from training_harness import COMMON, LAYOUTS, LLAMA
 
 from megatron.core.dist_checkpointing import is_complete
 from tests.compare import assert_same
+from tests.functional_tests.crash_harness import stored_tensors
+from tests.training_harness import COMMON, LAYOUTS, LLAMA
 
 MODEL = (
     f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --save-interval {{interval}} --keep-last-n 3 "

@@ -4,11 +4,9 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-from training_harness import COMMON
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+from tests.training_harness import COMMON
 
 
 def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:

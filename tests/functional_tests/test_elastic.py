@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
-from training_harness import COMMON, LAYOUTS, LLAMA
 
+from tests import ROOT
 from tests.compare import assert_same
+from tests.functional_tests.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
+from tests.training_harness import COMMON, LAYOUTS, LLAMA
 
-ROOT = Path(__file__).parents[2]
 FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 60 --save-interval 3 "
 ROUNDING = 1e-5
 

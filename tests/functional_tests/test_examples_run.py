@@ -8,7 +8,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.core.datasets import IndexedDatasetBuilder
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/golden/hf/llama"
 SMALL = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 "

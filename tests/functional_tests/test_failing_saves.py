@@ -5,11 +5,11 @@ import signal
 import time
 
 import pytest
-from crash_harness import stored_tensors
-from training_harness import COMMON, LLAMA
 
 from megatron.core.dist_checkpointing import clean_up, verify
 from tests.compare import assert_same
+from tests.functional_tests.crash_harness import stored_tensors
+from tests.training_harness import COMMON, LLAMA
 
 FLAGS = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 6 --save-interval 2 "
 MODES = ["", "--async-save"]

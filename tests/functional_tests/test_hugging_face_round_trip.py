@@ -6,20 +6,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from training_harness import COMMON, LAYOUTS, MODELS, train
 
 from megatron.conversion.convert import Options, convert
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests import ROOT
+from tests.training_harness import COMMON, LAYOUTS, MODELS, train
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = ((3, 1, 4), (15, 9), (26,), (53, 5, 8, 9), (7, 9, 3, 2, 3))
 NEW_TOKENS = 16
 # Weights that spread the logits: every choice of the next token is clear, and texts differ.

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from training_harness import COMMON, LAYOUTS, LLAMA, train
+
+from tests.training_harness import COMMON, LAYOUTS, LLAMA, train
 
 FLAGS = f"--mock-data {LLAMA} --num-layers 2 --train-iters 12 --save-interval 1 "
 MODES = ["", "--async-save"]

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from tiny_ddp_model import assemble, boxes_of
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models import GPTModel
@@ -14,6 +13,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges, run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.tiny_ddp_model import assemble, boxes_of
 
 SEQ, SEQUENCES, STEPS, VOCAB = 16, 8, 4, 53
 SMALL = {

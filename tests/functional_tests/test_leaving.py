@@ -5,11 +5,11 @@ import shlex
 import signal
 
 import pytest
-from training_harness import COMMON, LAYOUTS, LLAMA, Measurements, datasets_provider, forward_step, model_provider
 
 from megatron.core.dist_checkpointing import is_complete
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
+from tests.training_harness import COMMON, LAYOUTS, LLAMA, Measurements, datasets_provider, forward_step, model_provider
 
 LONG = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 1000000 --save {{directory}} --load {{directory}} "
 TRACKER = "latest_checkpointed_iteration.txt"

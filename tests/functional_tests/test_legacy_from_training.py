@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
 
 from megatron.conversion.convert import Options, convert
 from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from tests.compare import assert_same
+from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
 

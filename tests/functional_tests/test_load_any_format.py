@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import LAYOUTS, MODELS, train, whole
 
 import megatron.conversion.load as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import Options, convert
 from tests.compare import assert_same
+from tests.training_harness import LAYOUTS, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
 FORMATS = ("torch_dist", "legacy", "universal", "hf")
@@ -133,3 +133,9 @@ def test_another_optimizer_names_the_ways_out(pool, runs):
     assert loaded[0].iteration == 3
     key = "decoder.layers.0.mlp.linear_fc1.weight"
     assert torch.equal(whole(loaded)[key], runs[1][key])
+
+
+def test_another_momentum_names_the_ways_out(pool, tmp_path):
+    pool.run(train, 1, f"{FLAGS} --optimizer sgd --sgd-momentum 0 --exit-interval 1 --save {tmp_path}")
+    with pytest.raises(ValueError, match=r"--sgd-momentum 0.*--no-load-optim.*--finetune.*--sgd-momentum 0"):
+        pool.run(train, 1, f"{FLAGS} --optimizer sgd --load {tmp_path} --skip-train")

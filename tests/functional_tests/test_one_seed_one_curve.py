@@ -3,7 +3,8 @@
 import functools
 
 import pytest
-from training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train
+
+from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train
 
 DATA = "--mock-data --train-iters 20 "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

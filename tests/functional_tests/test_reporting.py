@@ -6,9 +6,9 @@ import json
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_harness import train
 
 from megatron.training.reporting.run_record import RUN_FILE, read_record
+from tests.training_harness import train
 
 FLAGS = (
     "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} --save-interval 2 "

@@ -5,7 +5,6 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train, whole
 
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
@@ -14,6 +13,7 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.compare import assert_same
+from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train, whole
 
 DATA = "--mock-data --train-iters 8 "
 SINGLE = {"single": (1, ""), **LAYOUTS}

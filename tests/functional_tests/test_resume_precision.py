@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
+
+from tests.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 3 {MODELS['gpt2']} --num-layers 2"
 PRECISIONS = {"fp32": ("", torch.float32), "bf16": ("--bf16", torch.bfloat16), "fp16": ("--fp16", torch.float16)}

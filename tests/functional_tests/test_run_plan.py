@@ -3,9 +3,12 @@
 import shlex
 
 import pytest
-from live_tensors import LiveTensors
-from torch_versions import of_current_torch
-from training_harness import (
+
+from megatron.planning.run_plan import RunPlan, plan_run
+from megatron.training.reporting.summary import run_shape
+from tests.live_tensors import LiveTensors
+from tests.torch_versions import of_current_torch
+from tests.training_harness import (
     Measurements,
     datasets_provider,
     forward_step,
@@ -13,9 +16,6 @@ from training_harness import (
     parse_args,
     pretrain,
 )
-
-from megatron.planning.run_plan import RunPlan, plan_run
-from megatron.training.reporting.summary import run_shape
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import (
+
+from megatron.core.dist_checkpointing import Reader, is_complete
+from megatron.training.config.run_config import parse_args
+from megatron.training.training import pretrain
+from tests.compare import assert_same
+from tests.training_harness import (
     COMMON,
     LAYOUTS,
     LLAMA,
@@ -18,11 +23,6 @@ from training_harness import (
     train,
     whole,
 )
-
-from megatron.core.dist_checkpointing import Reader, is_complete
-from megatron.training.config.run_config import parse_args
-from megatron.training.training import pretrain
-from tests.compare import assert_same
 
 SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_harness import COMMON, LAYOUTS, LLAMA, train
 
 from megatron.conversion.convert import convert
+from tests.training_harness import COMMON, LAYOUTS, LLAMA, train
 
 RUN = f"--mock-data {LLAMA} --train-iters 8 --bf16 "
 

@@ -5,11 +5,11 @@ import json
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 spec = importlib.util.spec_from_file_location("serve_example", ROOT / "examples/serve/serve.py")
 assert spec is not None and spec.loader is not None
 serve = importlib.util.module_from_spec(spec)

@@ -7,7 +7,6 @@ import shlex
 
 import pytest
 import torch
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, whole
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import ParallelState
@@ -16,6 +15,7 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.training import build_chunks
 from pretrain_gpt import model_provider
 from tests.compare import assert_same
+from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, whole
 
 LAYOUTS = {  # name -> (processes, flags)
     "tp4_sp": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),

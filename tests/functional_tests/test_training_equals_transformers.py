@@ -5,7 +5,6 @@ import shlex
 import pytest
 import torch
 import transformers
-from training_harness import COMMON, LAYOUTS, MODELS, Measurements
 
 from megatron.training.checkpoint.checkpointing import model_state
 from megatron.training.config.run_config import parse_args
@@ -14,6 +13,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch.initialize import initialize
 from megatron.training.training import build_run, train
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.training_harness import COMMON, LAYOUTS, MODELS, Measurements
 
 STEPS = 20
 FLAGS = f"{COMMON} --mock-data --train-iters {STEPS} --lr-decay-style constant --lr-warmup-iters 0 "

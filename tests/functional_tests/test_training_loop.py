@@ -3,15 +3,14 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
+from tests import ROOT
 from tests.compare import assert_same
+from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
-ROOT = Path(__file__).parents[2]
 LLAMA = f"--mock-data {MODELS['llama']} "
 CLOSE = 1e-6
 

@@ -8,12 +8,14 @@ import io
 import json
 import pickle
 import random
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 WEIRD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 10**8, 2**31, 2**63, 2**70, -(2**70), 0.5, 1e308, float("nan"), float("inf"), "",
@@ -22,7 +24,7 @@ WEIRD: list[Any] = [
 ]  # fmt: skip
 WEIRD_IN_PICKLES = [*WEIRD, b"bytes", (1, 2), ((1,),), torch.zeros(2), torch.float32, {1: 2}, argparse.Namespace(a=1)]
 
-Setter = Callable[[Any], None]
+_FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index of a .metadata, magic number
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -139,6 +141,14 @@ def _with_other_program(content: bytes, rng: random.Random) -> bytes:
 
 def damaged_pickle(content: bytes, rng: random.Random) -> bytes:
     return pickle.dumps(damage_value(pickle.loads(content), rng, WEIRD_IN_PICKLES), 4)
+
+
+def damaged_index(content: bytes, rng: random.Random) -> bytes:
+    """Of our .metadata: what stands behind the pickle, under a good checksum."""
+    position, length, _, magic = _FOOTER.unpack(content[-_FOOTER.size :])
+    index = damaged_json(content[position : position + length], rng)
+    footer = _FOOTER.pack(position, len(index), xxhash.xxh3_64_intdigest(index), magic)
+    return content[:position] + index + footer
 
 
 def damaged_lines(content: bytes, rng: random.Random) -> bytes:

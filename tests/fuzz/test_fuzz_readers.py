@@ -26,25 +26,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mutations import (
+
+import pretrain_gpt
+from megatron.conversion.convert import convert
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.index_cache import load_or_build
+from tests import ROOT
+from tests.fuzz.mutations import (
     damage,
     damaged_archive,
+    damaged_index,
     damaged_json,
     damaged_lines,
     damaged_pickle,
     damaged_safetensors,
 )
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests/unit_tests/conversion"), str(ROOT)]
-from memory_source import LLAMA_ARGS, random_source  # noqa: E402
-
-import pretrain_gpt  # noqa: E402
-from megatron.conversion.convert import convert  # noqa: E402
-from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface  # noqa: E402
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist  # noqa: E402
-from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder  # noqa: E402
-from megatron.core.datasets.index_cache import load_or_build  # noqa: E402
+from tests.memory_source import LLAMA_ARGS, random_source
 
 SECONDS = 20  # of processor time for one damage, some hundred times what it takes
 MEMORY = 1 << 30
@@ -212,6 +211,7 @@ READERS: dict[str, tuple[str, dict[str, Structural], Callable[[Case], None]]] = 
     "hf sidecar": ("hf", {"megatron_state/state.json": damaged_json}, read_checkpoint),
     "hf optimizer": ("hf", {"megatron_state/*.safetensors": damaged_safetensors}, read_checkpoint),
     "torch_dist metadata": ("torch_dist", {"iter_*/.metadata": damaged_pickle}, read_or_verify),
+    "torch_dist index": ("torch_dist", {"iter_*/.metadata": damaged_index}, read_or_verify),
     "torch_dist common": ("torch_dist", {"iter_*/common.pt": damaged_archive}, read_or_verify),
     "torch_dist files": (
         "torch_dist",

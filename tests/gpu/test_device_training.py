@@ -6,13 +6,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from live_tensors import LiveTensors
-from torch_versions import of_current_torch
-from training_harness import (
+
+from megatron.planning.run_plan import plan_run
+from megatron.training.reporting.summary import run_shape
+from tests import ROOT
+from tests.compare import assert_same
+from tests.live_tensors import LiveTensors
+from tests.torch_versions import of_current_torch
+from tests.training_harness import (
     COMMON,
     LAYOUTS,
     LLAMA,
@@ -25,11 +29,6 @@ from training_harness import (
     whole,
 )
 
-from megatron.planning.run_plan import plan_run
-from megatron.training.reporting.summary import run_shape
-from tests.compare import assert_same
-
-ROOT = Path(__file__).parents[2]
 FLAGS = "--mock-data --distributed-backend gloo "  # two processes share the one device
 
 

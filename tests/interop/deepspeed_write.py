@@ -3,12 +3,8 @@
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "unit_tests" / "conversion")]
-
-from memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source  # noqa: E402
-
-from megatron.conversion.deepspeed.writer import write_universal  # noqa: E402
+from megatron.conversion.deepspeed.writer import write_universal
+from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source
 
 MODELS = {
     "llama": LLAMA_ARGS | {"untie_embeddings_and_output_weights": False},

@@ -1,6 +1,6 @@
 """Train a tiny model, save it, and keep what it holds and computes, for `megatron_core_load.py`.
 
-    torchrun --nproc-per-node 4 megatron_core_write.py DIRECTORY MODEL
+    torchrun --nproc-per-node 4 -m tests.interop.megatron_core_write DIRECTORY MODEL
 
 DIRECTORY/checkpoint is what `pretrain_gpt.py --save` leaves, with the distributed optimizer in several buckets.
 DIRECTORY/expected.pt holds, from the memory of the same processes, every global tensor of weights and optimizer, the
@@ -18,17 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "functional_tests")]
-
-from training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, Measurements, Outcome, whole  # noqa: E402
-
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.training.checkpoint.checkpointing import model_state  # noqa: E402
-from megatron.training.config.run_config import parse_args  # noqa: E402
-from megatron.training.run import Run  # noqa: E402
-from megatron.training.training import pretrain  # noqa: E402
-from pretrain_gpt import datasets_provider, forward_step, model_provider  # noqa: E402
+from megatron.core.models.gpt import GPTModel
+from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.config.run_config import parse_args
+from megatron.training.run import Run
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, Measurements, Outcome, whole
 
 TP2_DP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "

@@ -36,7 +36,7 @@ class Peer:
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
-    run(OURS, HERE / "deepspeed_write.py", work)
+    run(OURS, "-m", "tests.interop.deepspeed_write", work)
     for model in sorted(work.iterdir()):
         for ranks in (1, 2):
             for precision in ([], ["--bf16"]):
@@ -46,7 +46,7 @@ def check_deepspeed(python: Path, work: Path) -> None:
 def check_megatron_core(python: Path, work: Path) -> None:
     for model in MEGATRON_CORE_MODELS:
         (work / model).mkdir()
-        run(OURS, *torchrun(4), HERE / "megatron_core_write.py", work / model, model, quiet=True)
+        run(OURS, *torchrun(4), "-m", "tests.interop.megatron_core_write", work / model, model, quiet=True)
     convert_there_and_back(work / "llama", work / "llama-converted")
     convert_there_and_back(work / "gpt2", work / "gpt2-stacked", "--stacked-layers")
     for directory in sorted(work.iterdir()):
@@ -118,11 +118,19 @@ def works(python: Path, oldest: tuple[int, int]) -> bool:
 
 
 def run(python: Path, *words: object, quiet: bool = False) -> None:
-    """Run, and show what it printed: all of it if it failed, the last line if it is chatty."""
+    """Run, and show what it printed: all of it if it failed, the last line if it is chatty.
+
+    Our own programs run at the root of the repository, where their modules are found.
+    """
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     variables.pop("PYTHONPATH", None)  # it could bring this project into the peer's environment
     done = subprocess.run(
-        [str(python), *map(str, words)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables
+        [str(python), *map(str, words)],
+        cwd=REPOSITORY if python == OURS else None,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=variables,
     )
     lines = done.stdout.strip().splitlines()
     print("\n".join(lines[-1:] if quiet and done.returncode == 0 else lines), flush=True)

@@ -1,20 +1,15 @@
 """Command lines of real launch scripts, made small and really run: train, save, evaluate, go on from what was saved."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import GOLDEN
 from tests.flag_sets import read
 from tests.real_scripts.shrink import shrunk
+from tests.training_harness import train
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "functional_tests"))
-from training_harness import train  # noqa: E402
-
-SCRIPTS = [
-    row for row in read(Path(__file__).parents[1] / "golden/flag_sets/flag_sets.jsonl") if row["outcome"] == "parses"
-]
+SCRIPTS = [row for row in read(GOLDEN / "flag_sets/flag_sets.jsonl") if row["outcome"] == "parses"]
 EVERY = 5  # of them, one runs in the plain suite
 
 

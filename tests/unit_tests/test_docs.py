@@ -1,13 +1,12 @@
 """Pages of the documentation: generated ones are current, links lead somewhere."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tools.options_table import page
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

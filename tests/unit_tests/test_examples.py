@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch_scripts import ROOT, launched, pod_command
 
 from megatron.training.config.run_config import parse_args
+from tests.launch_scripts import ROOT, launched, pod_command
 
 SCRIPTS = {
     "examples/single_gpu.sh": 1,

@@ -113,7 +113,8 @@ class UniversalFiles:
         folders = [path.name for path in _parameter_folders(found)]
         sequence(check_key)(folders, str(found / ZERO))
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
-        self.shapes: dict[str, Shape] = {key: tuple(self.tensor(key, "param").shape) for key in self.names}
+        self.shapes: dict[str, Shape] = {}
+        self.shapes |= {key: tuple(self.tensor(key, "param").shape) for key in self.names}
 
     def entry(self, key: str, state: str) -> Any:
         """One file: a dict with `param`, or from ZeRO-3 the flat tensor itself."""
@@ -129,6 +130,12 @@ class UniversalFiles:
         tensor = entry.get("param") if isinstance(entry, dict) else entry
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{self.description}: {STATE_FILES[state]} of {self.names[key]} holds no tensor")
+        shape = self.shapes.get(key, tensor.shape)  # of its parameter, which is looked at first
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{self.description}: {STATE_FILES[state]} of {self.names[key]} has {tensor.dtype} of shape "
+                f"{list(tensor.shape)}, but must have floating-point numbers of shape {list(shape)}"
+            )
         return tensor.detach()
 
     def optimizer_state(self) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
-from megatron.conversion.model_space.schemas import COMMON, MAX_RANKS, scalar
+from megatron.conversion.model_space.schemas import COMMON, RANKS, scalar
 from megatron.conversion.model_space.source import TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.schema import (
@@ -65,8 +65,7 @@ def legacy_faults(directory: Path) -> list[str]:
     stored = COMMON(_open(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
     tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    if tp * pp > MAX_RANKS:
-        return [f"{first}: {tp} x {pp} ranks are more than {MAX_RANKS}"]
+    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
     ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
     if not args or first.parent.name not in ranks:
         return []  # of a layout or an age that is refused when it is opened

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.schemas import MAX_RANKS
+from megatron.conversion.model_space.schemas import RANKS
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec
@@ -53,8 +53,7 @@ class Layout:
         **rules: Any,
     ) -> Layout:
         """Raises ValueError where the layers cannot be split like that; `rules` as in `pipeline_layer_ranges`."""
-        if tp * pp > MAX_RANKS:
-            raise ValueError(f"{tp} x {pp} ranks are more than {MAX_RANKS}")
+        RANKS(tp * pp, f"{tp} x {pp} ranks")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
         stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last, **rules)

@@ -1,13 +1,12 @@
 """What arguments and training states of a checkpoint may be, whatever its format; one table each.
 
 Limits are those of plausibility: they keep a file of a few bytes from asking for the time and memory of a model that
-nobody has trained. `MEGATRON_MAX_LAYERS` raises the number of layers.
+nobody has trained. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and `MEGATRON_MAX_RANKS` raise them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import typing
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     mapping,
     number,
     optional,
+    plausible,
     record,
     refuse,
     sequence,
@@ -31,10 +31,9 @@ from megatron.core.dist_checkpointing.format.schema import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-LAYERS = integer(1, int(os.environ.get("MEGATRON_MAX_LAYERS", 10_000)))
-SIZE = integer(0, 2**31 - 1)  # of one dimension of a model
-RANKS = integer(1, 2**16)  # of one axis
-MAX_RANKS = 100_000  # of a model's layout
+LAYERS = plausible("LAYERS", 10_000)
+SIZE = plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
+RANKS = plausible("RANKS", 100_000)  # of an axis, or a layout
 
 
 def scalar(value: Any, where: str) -> Any:
@@ -71,6 +70,7 @@ _RUN: dict[str, Check] = {
     "consumed_valid_samples?": optional(COUNT),
     "model_vocab_size?": optional(SIZE),
     "seq_length?": optional(SIZE),
+    "null_tokenizer_eod_id?": optional(SIZE),
     **{
         f"{name}?": optional(RANKS)
         for name in (

@@ -24,6 +24,7 @@ ALSO_TAKEN = (
     "vocab_file",
     "merge_file",
     "vocab_size",
+    "null_tokenizer_eod_id",
 )
 
 # Ours -> what else Megatron-LM calls it.
@@ -37,6 +38,8 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
         setattr(namespace, megatron_name, flags[name])
     for name, value in derived.items():
         setattr(namespace, name, value)
+    if flags["null_tokenizer_eod_id"] is None:
+        del namespace.null_tokenizer_eod_id  # None would be the last token of --vocab-size: see `stored_args`
     return namespace
 
 
@@ -47,6 +50,8 @@ def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
         known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
     if known.get("add_bias_linear"):
         known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
+    if known.get("tokenizer_type") == "NullTokenizer" and known.get("null_tokenizer_eod_id", 0) is None:
+        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1  # Megatron-LM since 0.19
     for name, megatron_name in MEGATRON_NAMES.items():
         if name not in known and megatron_name in known:
             known[name] = known[megatron_name]

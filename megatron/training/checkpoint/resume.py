@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_config import Config
 from megatron.training.launch.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
@@ -110,6 +112,22 @@ def stored_vocab_size(start: Start | None) -> int | None:
     return start.source.args.get("model_vocab_size") if embedding is None else embedding.shape[0]
 
 
+def adopt_end_of_document(config: Config, start: Start | None) -> bool:
+    """NullTokenizer ends documents with the token of the run that is loaded, unless --null-tokenizer-eod-id says.
+
+    Returns whether that changes the tokenizer.
+    """
+    flags = config.tokenizer
+    if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:
+        return False
+    stored = stored_args(start.source.args).get("null_tokenizer_eod_id")
+    if stored is None or flags.vocab_size is None or stored >= flags.vocab_size:
+        return False
+    config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=stored)
+    config.notes.append(f"--null-tokenizer-eod-id {stored}, as in {start.source.description}")
+    return True
+
+
 def load_checkpoint(run: Run, start: Start | None) -> None:
     """Continue where a checkpoint ended, whatever layout or program wrote it. Collective.
 
@@ -163,6 +181,12 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
         raise ValueError(
             f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
             f"{config.optimizer} cannot go on with: {ways_out}, or go on with --optimizer {stored}"
+        )
+    momentum = next((group.get("momentum") for group in source.training.param_groups), None)
+    if stored == "sgd" and momentum is not None and bool(momentum) != bool(config.sgd_momentum):
+        raise ValueError(
+            f"{source.description} holds the state of --sgd-momentum {momentum}, which --sgd-momentum "
+            f"{config.sgd_momentum} cannot go on with: {ways_out}, or go on with --sgd-momentum {momentum}"
         )
 
 

@@ -145,6 +145,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--encoder-num-layers": OtherName({}, takes="num_layers"),
     "--encoder-seq-length": OtherName({}, takes="seq_length"),
     "--padded-vocab-size": OtherName({}, takes="vocab_size"),
+    "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
+    "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }
 
 # Field -> values of older releases and of forks, and what they are called today.

@@ -50,6 +50,8 @@ class TokenizerConfig:
     """GPT2BPETokenizer: the merges.txt file."""
     vocab_size: int | None = flag(None)
     """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer n means n + 1 tokens, EOD = n."""
+    null_tokenizer_eod_id: int | None = flag(None)
+    """NullTokenizer: the end of a document, one of the n tokens of --vocab-size n, as in Megatron-LM since 0.19."""
     make_vocab_size_divisible_by: int = flag(128)
     """The embedding is padded to a multiple of this times the tensor-parallel size; padding never changes the loss."""
 
@@ -79,15 +81,20 @@ def _path(kind: str, flag_name: str, value: str | None) -> Path:
 
 
 class NullTokenizer:
-    """Text is decimal ids separated by blanks: `--vocab-size n` makes n + 1 tokens, the last of them EOD."""
+    """Text is decimal ids separated by blanks: `--vocab-size n` makes n + 1 tokens, the last of them EOD.
+
+    With `eod` there are n, and this is one of them.
+    """
 
     pad = None
 
-    def __init__(self, vocab_size: int | None) -> None:
+    def __init__(self, vocab_size: int | None, eod: int | None = None) -> None:
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {vocab_size}")
-        self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
+        if eod is not None and not 0 <= eod < vocab_size:
+            raise ValueError(f"--null-tokenizer-eod-id {eod} is none of the {vocab_size} tokens of --vocab-size")
+        self.vocab_size = vocab_size + 1 if eod is None else vocab_size
+        self.eod = self.vocab_size - 1 if eod is None else eod
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -254,5 +261,5 @@ TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
         config.tokenizer_model, config.trust_remote_code
     ),  # BigCode's fork
     "GPT2BPETokenizer": _gpt2,
-    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size),
+    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
 }

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.conversion.convert import WRITERS, Options, convert
 from megatron.conversion.open_checkpoint import open_checkpoint
+from tests import GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 MEGATRON = sorted(path for path in GOLDEN.glob("megatron_lm/mcore_*/*/*") if (path / "iter_0000005").is_dir())
 DEEPSPEED = sorted(GOLDEN.glob("deepspeed_universal/*.tar.xz"))
 HUGGING_FACE = sorted(path.parent for path in GOLDEN.glob("hf/*/config.json"))

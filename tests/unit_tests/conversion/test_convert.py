@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, Options, compare, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.open_checkpoint import FORMATS as READABLE
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
+from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 FORMATS = list(WRITERS)
 LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)

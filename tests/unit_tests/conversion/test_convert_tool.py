@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from safetensors.torch import load_file
 
 from megatron.conversion.deepspeed.files import find_universal
@@ -15,8 +14,10 @@ from megatron.conversion.deepspeed.writer import UniversalOptions, write_univers
 from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.model_space.source import read_whole
 from megatron.conversion.open_checkpoint import open_checkpoint
+from tests import ROOT
+from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
-TOOL = Path(__file__).parents[3] / "tools" / "checkpoint" / "convert.py"
+TOOL = ROOT / "tools" / "checkpoint" / "convert.py"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 

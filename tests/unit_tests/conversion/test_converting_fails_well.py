@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from memory_source import LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import Options, compare, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
+from tests import ROOT
+from tests.memory_source import LLAMA_ARGS, random_source
 
-ROOT = Path(__file__).parents[3]
 FORMATS = ("torch_dist", "legacy", "hf", "universal")
 
 

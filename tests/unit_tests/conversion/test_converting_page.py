@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from memory_source import LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
+from tests import ROOT
+from tests.memory_source import LLAMA_ARGS, random_source
 from tools.checkpoint.convert import parse, run
 
-PAGE = (Path(__file__).parents[3] / "docs/converting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/converting.md").read_text(encoding="utf-8")
 SOURCES = {"run/checkpoints": "torch_dist", "Llama-3.2-1B": "hf", "old": "legacy", "ds_run": "universal"}
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 
 import pytest
-from memory_source import GPT_ARGS, random_source
 
 from megatron.conversion.convert import WRITERS, Options, convert
 from megatron.conversion.files import no_progress
@@ -21,6 +20,7 @@ from megatron.conversion.open_checkpoint import (
     saved_iterations,
 )
 from megatron.core.dist_checkpointing import write_tracker
+from tests.memory_source import GPT_ARGS, random_source
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from memory_source import GPT_ARGS, random_source
 
 from megatron.conversion.load import load_from_source
 from megatron.core.dist_checkpointing import ShardedTensor
+from tests.memory_source import GPT_ARGS, random_source
 
 PRESENT, ABSENT = "decoder.final_layernorm.weight", "decoder.final_layernorm.wait"
 REST = "in the checkpoint but asked for by no rank"

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_source import LLAMA_ARGS, MemorySource, random_source
 
 from megatron.conversion.convert import Options, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
@@ -15,6 +14,7 @@ from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from megatron.training.checkpoint.resume import find_start
 from megatron.training.config.options import CheckpointConfig
+from tests.memory_source import LLAMA_ARGS, MemorySource, random_source
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from memory_source import LLAMA_ARGS, random_source
 
 from megatron.conversion.convert import Options, convert
 from megatron.conversion.deepspeed.writer import write_universal
@@ -16,8 +15,10 @@ from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_hug
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import plausible
+from tests import ROOT
+from tests.memory_source import LLAMA_ARGS, random_source
 
-ROOT = Path(__file__).parents[3]
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"
 
 
@@ -186,13 +187,30 @@ def test_a_planted_link_is_not_emptied(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value", [("num_hidden_layers", 10**8), ("num_hidden_layers", 2**40), ("vocab_size", -1)]
+    "field, value, wanted",
+    [
+        ("num_hidden_layers", 10**8, r"at most 10000 \(the environment variable MEGATRON_MAX_LAYERS raises the limit"),
+        ("num_hidden_layers", 2**40, "at most 10000"),
+        ("hidden_size", 2**40, r"at most 2147483647 \(the environment variable MEGATRON_MAX_SIZE raises the limit"),
+        ("vocab_size", -1, "a whole number"),
+    ],
 )
-def test_sizes_are_plausible(field: str, value: int, model: Path, tmp_path: Path) -> None:
+def test_sizes_are_plausible(field: str, value: int, wanted: str, model: Path, tmp_path: Path) -> None:
     """A loop over 10^8 layers ended for want of memory."""
     edit(model / "config.json", lambda config: config.update({field: value}))
-    with pytest.raises(CheckpointError, match=rf"config\.json: {field} is {value}, but must be a whole number"):
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field} is {value}, but must be {wanted}"):
         convert(model, tmp_path / "out", "torch_dist")
+
+
+def test_who_needs_more_raises_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = plausible("RANKS", 10)
+    with pytest.raises(CheckpointError, match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises"):
+        ranks(11, "here")
+    monkeypatch.setenv("MEGATRON_MAX_RANKS", "11")
+    assert plausible("RANKS", 10)(11, "here") == 11
+    monkeypatch.setenv("MEGATRON_MAX_RANKS", "many")
+    with pytest.raises(ValueError, match="MEGATRON_MAX_RANKS='many' must be a whole number"):
+        plausible("RANKS", 10)
 
 
 def rewrite_header(path: Path, change) -> None:

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests import ROOT
 
 LAYERS = [
     {"megatron.core.parallel_state", "megatron.core.utils", "megatron.core.durable_files"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_state import ParallelConfig, ParallelState, Place
+from megatron.core.parallel_state import ParallelConfig, ParallelState, Place, _groups
 
 AXES = ("tp", "cp", "dp_cp", "pp", "model", "embedding")  # those with process groups
 
@@ -158,3 +158,43 @@ def test_rank_order(mapping):
     state = ParallelState.for_rank(ParallelConfig(2, 4, use_tp_pp_dp_mapping=mapping), 24, 3)
     assert state.pp.ranks == ((1, 3, 5, 7) if mapping else (3, 9, 15, 21))
     assert state.dp.ranks == ((3, 11, 19) if mapping else (1, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "tp,etp,ep,pp,world", [(1, None, 2, 1, 2), (2, 1, 2, 1, 4), (2, 2, 2, 1, 4), (2, 4, 2, 1, 8), (2, 1, 3, 2, 12)]
+)
+def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
+    """rank = etp + ETP * (ep + EP * (edp + EDP * pp)), beside the dense axes and independent of them but for PP."""
+    config = ParallelConfig(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    states = [ParallelState.for_rank(config, world, rank) for rank in range(world)]
+    etp_size, edp_size = etp or tp, world // ((etp or tp) * ep * pp)
+    for state in states:
+        place = state.edp.rank + edp_size * state.pp.rank
+        assert state.rank == state.etp.rank + etp_size * (state.ep.rank + ep * place)
+        for name, size in (("etp", etp_size), ("ep", ep), ("edp", edp_size), ("experts", etp_size * ep)):
+            axis = getattr(state, name)
+            assert axis.size == size == len(axis.ranks) and axis.ranks[axis.rank] == state.rank
+            assert all(getattr(states[member], name).ranks == axis.ranks for member in axis.ranks)
+        assert state.experts.rank == state.etp.rank + etp_size * state.ep.rank
+        assert {states[member].pp.rank for member in state.edp.ranks} == {state.pp.rank}
+    everyone = _groups(config, world)
+    for name in ("etp", "ep", "edp", "experts"):
+        assert set(everyone[name]) == {getattr(state, name).ranks for state in states}
+
+
+def test_without_expert_parallelism_experts_lie_as_dense_layers():
+    state = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
+    assert state.etp is state.tp and state.edp is state.dp_cp and state.experts is state.tp and state.ep.size == 1
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"expert_model_parallel_size": 3}, r"8 is not a multiple of expert tensor \(2\) x expert \(3\)"),
+        ({"expert_model_parallel_size": 2, "use_tp_pp_dp_mapping": True}, "would run through different ranks"),
+        ({"expert_model_parallel_size": 0}, "must be positive"),
+    ],
+)
+def test_impossible_expert_axes(options, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelState.for_rank(ParallelConfig(2, 2, **options), 8, 0)

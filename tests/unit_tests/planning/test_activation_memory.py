@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch_versions import of_current_torch
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.planning.activation_memory import ActivationMemory
+from tests.torch_versions import of_current_torch
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}

@@ -1,8 +1,6 @@
 """Parts of a plan by hand: passes in flight, bubble, optimizer bytes, traffic."""
 
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from megatron.planning.costs import Traffic
 from megatron.planning.run_plan import activation_memory, plan_run
 from megatron.training.config.run_config import parse_args
 from megatron.training.reporting.summary import run_shape
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from pretrain_gpt import model_provider  # noqa: E402
+from pretrain_gpt import model_provider
 
 COMMON = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1 "

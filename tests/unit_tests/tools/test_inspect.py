@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ import torch
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from tests import ROOT
 
-ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("inspect_tool", ROOT / "tools/checkpoint/inspect.py/__main__.py")
 assert spec is not None and spec.loader is not None
 tool = importlib.util.module_from_spec(spec)

@@ -2,11 +2,11 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests import ROOT
+
 spec = importlib.util.spec_from_file_location("plan_run_tool", ROOT / "tools/plan_run.py")
 assert spec is not None and spec.loader is not None
 tool = importlib.util.module_from_spec(spec)

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron.core.datasets import IndexedDataset
+from tests import ROOT
 from tests.processes import children_of, is_running, wait_until
 from tools.preprocess_data import main
 
-ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "data"
 NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
 

@@ -10,6 +10,7 @@ trusts the value: nothing here calls `repr` on a container, so a structure that 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -19,8 +20,17 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 
 Check = Callable[[Any, str], Any]
 
+
+def limit(name: str, default: int) -> int:
+    """What is plausible; the environment variable MEGATRON_MAX_<name> says otherwise."""
+    value = os.environ.get(f"MEGATRON_MAX_{name}", str(default))
+    if not value.isdecimal():
+        raise ValueError(f"MEGATRON_MAX_{name}={value!r} must be a whole number")
+    return int(value)
+
+
 MAX_COUNT = 2**53 - 1  # what every program that reads JSON has exactly
-MAX_RANK = 64  # dimensions of a tensor: what torch and numpy take
+MAX_RANK = limit("DIMENSIONS", 64)  # of a tensor: what torch and numpy take
 MAX_DEPTH = 200  # of nested containers
 _SHOWN = 60
 
@@ -73,6 +83,18 @@ def integer(low: int = 0, high: int = MAX_COUNT) -> Check:
 
 
 COUNT = integer()
+
+
+def plausible(name: str, default: int, low: int = 1) -> Check:
+    """A whole number up to a `limit`."""
+    high = limit(name, default)
+
+    def check(value: Any, where: str) -> Any:
+        if type(value) is int and value > high:
+            refuse(where, value, f"at most {high} (the environment variable MEGATRON_MAX_{name} raises the limit)")
+        return integer(low, high)(value, where)
+
+    return check
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:

@@ -6,36 +6,41 @@ all-gathered, a bounded number of bytes at a time. What only one rank wants (its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
+import xxhash
 
 from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, share_evenly
 
 _ROUND_BYTES = 256 << 20  # the buffer of one round, all ranks together
 _LARGEST_PART = 16 << 20
+_DIGEST_SIZE = 16
 
 BoxOf = dict[tuple[str, Shape], Box]
 
 
-def shared_items(specs: Sequence[LocalSpec]) -> list[Item]:
-    """The boxes that every rank wants, in the same order on every rank."""
-    wanted = [{(t.key, t.dtype, extent) for t in spec.tensors for extent in t.boxes} for spec in specs]
-    common = set.intersection(*wanted)
-    return [
+def share_reading(spec: LocalSpec, group: dist.ProcessGroup) -> list[list[Item]]:
+    """Which rows of the boxes that every rank of `group` wants each rank reads; the same answer on every rank.
+
+    A collective. Ranks exchange a digest for each box, not the boxes: a replica has tens of thousands of them.
+    """
+    boxes = sorted(
         Item(tensor.key, tensor.dtype, offset, offset, shape)
-        for tensor in sorted(specs[0].tensors, key=lambda tensor: tensor.key)
+        for tensor in spec.tensors
         for offset, shape in tensor.boxes
-        if (tensor.key, tensor.dtype, (offset, shape)) in common
-    ]
-
-
-def share_reading(specs: Sequence[LocalSpec]) -> list[list[Item]]:
-    """Which rows of the shared boxes each rank reads; a pure function, so all ranks know all shares."""
-    return share_evenly(shared_items(specs), len(specs))
+    )
+    digests = [xxhash.xxh3_128_digest(repr(item).encode()) for item in boxes]
+    everywhere = set.intersection(
+        *(
+            {packed[i : i + _DIGEST_SIZE] for i in range(0, len(packed), _DIGEST_SIZE)}
+            for packed in Coordination.of(group).all_gather(b"".join(digests))
+        )
+    )
+    shared = [item for item, digest in zip(boxes, digests, strict=True) if digest in everywhere]
+    return share_evenly(shared, dist.get_world_size(group))
 
 
 def boxes_of(state: ShardedStateDict) -> BoxOf:

@@ -20,9 +20,11 @@ from megatron.core.dist_checkpointing.loading.fully_parallel_load import boxes_o
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.loading.strictness import (
     Contents,
+    KeyComparison,
     KeyReport,
     check_strictness,
     compare_keys,
+    merge_comparisons,
     react,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -103,18 +105,22 @@ def fill(
     started = time.perf_counter()
     coordination = Coordination.of(group)
     error: ValueError | None = None
-    report, shares, spec = KeyReport([], []), [], LocalSpec((), ())
+    spec, comparison = LocalSpec((), ()), KeyComparison([], [], b"")
     try:
         spec = describe(state)
         _check_apart(state)
+        comparison = compare_keys(spec, reader.metadata)
     except ValueError as caught:
         error = caught
     coordination.raise_together(error)
-    specs = coordination.all_gather(spec._replace(tensors=tuple(t._replace(boxes=()) for t in spec.tensors)))
+
+    def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
+        merged = merge_comparisons(comparisons, reader.metadata, skip, where)
+        return [react(merged, strictness, reader.metadata, where)] * coordination.size
+
+    report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
+    shares = _shares(reader, spec, exchange_group)
     try:
-        report = compare_keys(specs, reader.metadata, skip, where)
-        report = react(report, strictness, reader.metadata, where, log=coordination.is_coordinator)
-        shares = _shares(state, reader, spec, exchange_group)
         objects = _read_local(state, reader, workers, shares, exchange_group)
     except ValueError as caught:
         error = caught
@@ -136,14 +142,12 @@ def _check_apart(state: ShardedStateDict) -> None:
         assert stop <= start or key == other, f"{key} and {other} are the same memory, which must have one source"
 
 
-def _shares(
-    state: ShardedStateDict, reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None
-) -> list[list[Item]]:
+def _shares(reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None) -> list[list[Item]]:
     """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
     if group is None or dist.get_world_size(group) == 1:
         return []
     stored = spec._replace(tensors=tuple(t for t in spec.tensors if t.key in reader.metadata.tensors))
-    return share_reading(Coordination.of(group).all_gather(stored))
+    return share_reading(stored, group)
 
 
 def _read_local(

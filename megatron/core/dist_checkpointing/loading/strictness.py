@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec
@@ -60,33 +62,54 @@ def check_strictness(strictness: str) -> None:
         raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
 
 
-def compare_keys(
-    specs: Iterable[LocalSpec], metadata: Contents, skip: Callable[[str], bool], directory: object
-) -> KeyReport:
-    """`specs` of all ranks against the checkpoint. Raises CheckpointError if shapes differ or a kind does."""
-    requested: dict[str, tuple[int, ...] | None] = {}
-    for spec in specs:
-        requested.update({tensor.key: tensor.shape for tensor in spec.tensors})
-        requested.update(dict.fromkeys(spec.objects))
+class KeyComparison(NamedTuple):
+    """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all ranks."""
+
+    wrong: list[str]  # lines about keys whose shape or kind differs
+    unexpected: list[str]
+    requested: bytes  # a bit for each key of the checkpoint, in sorted order: this rank asks for it
+
+
+def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
+    """What this rank asks for against the checkpoint."""
+    shapes: dict[str, tuple[int, ...] | None] = {tensor.key: tensor.shape for tensor in spec.tensors}
+    shapes.update(dict.fromkeys(spec.objects))
     wrong = []
-    for key, shape in sorted(requested.items()):
-        if shape is None and key in metadata.tensors:
+    for key, shape in shapes.items():
+        if shape is None and key in contents.tensors:
             wrong.append(f"{key}: a tensor in the checkpoint, an object here")
-        elif shape is not None and key in metadata.objects:
+        elif shape is not None and key in contents.objects:
             wrong.append(f"{key}: an object in the checkpoint, a tensor here")
-        elif shape is not None and key in metadata.tensors and metadata.tensors[key].shape != shape:
-            wrong.append(f"{key}: {metadata.tensors[key].shape} in the checkpoint, {shape} here")
+        elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
+            wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
+    stored = _stored_keys(contents)
+    requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
+    return KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
+
+
+def merge_comparisons(
+    comparisons: Sequence[KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
+) -> KeyReport:
+    """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
+    wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
-        raise CheckpointError(f"{directory}: does not fit this model:\n  " + _lines(wrong))
-    stored = metadata.tensors.keys() | set(metadata.objects)
-    missing = sorted(key for key in stored - requested.keys() if not skip(key))
-    return KeyReport(sorted(requested.keys() - stored), missing)
+        raise CheckpointError(f"{where}: does not fit this model:\n  " + _lines(wrong))
+    unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
+    by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(len(comparisons), -1)
+    stored = _stored_keys(contents)
+    requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
+    missing = [key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)]
+    return KeyReport(unexpected, missing)
 
 
-def react(report: KeyReport, strictness: str, metadata: Contents, directory: object, log: bool) -> KeyReport:
-    """Raise or log as `strictness` says; what is left is for the caller. `log` is true on one rank."""
+def _stored_keys(contents: Contents) -> list[str]:
+    return sorted(contents.tensors.keys() | set(contents.objects))
+
+
+def react(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
+    """Raise or log as `strictness` says; what is left is for the caller."""
     reaction = STRICTNESS[strictness]
-    stored = [*metadata.tensors, *metadata.objects]
+    stored = _stored_keys(contents)
     unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
     texts = {
         "unexpected": f"asked for but not in the checkpoint ({len(report.unexpected)}):\n  " + _lines(unexpected),
@@ -94,10 +117,10 @@ def react(report: KeyReport, strictness: str, metadata: Contents, directory: obj
     }
     raised = [texts[kind] for kind in texts if getattr(report, kind) and getattr(reaction, kind) == RAISE]
     if raised:
-        raise CheckpointError(f"{directory}: keys " + "\nkeys ".join(raised))
+        raise CheckpointError(f"{where}: keys " + "\nkeys ".join(raised))
     for kind in texts:
-        if log and getattr(report, kind) and getattr(reaction, kind) == LOG:
-            logger.warning("%s: keys %s", directory, texts[kind])
+        if getattr(report, kind) and getattr(reaction, kind) == LOG:
+            logger.warning("%s: keys %s", where, texts[kind])
     return KeyReport(
         report.unexpected if reaction.unexpected == RETURN else [], report.missing if reaction.missing == RETURN else []
     )

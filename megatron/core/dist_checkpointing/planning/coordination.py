@@ -80,10 +80,10 @@ class Coordination:
 
     def raise_together(self, error: Exception | None) -> None:
         """If any rank has an error, raise on all ranks, naming the ranks; otherwise return on all."""
+        if self.all_true(error is None):
+            return
         texts = self.all_gather(None if error is None else f"{error}")
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if not failed:
-            return
         if self.size == 1 and error is not None:
             raise error
         reasons = dict.fromkeys(failed.values())  # distinct, in order

@@ -1,14 +1,14 @@
 """Arguments in a checkpoint: Megatron-LM's names, comparison, take-over."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron.training.checkpoint.args import check_same_model, make_namespace, stored_args, with_stored_args
 from megatron.training.config.run_config import make_config, parse_args
+from tests import ROOT
 
-GOLDEN = Path(__file__).parents[4] / "tests/golden/megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
+GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
 
 
 def flags(more="", without=""):
@@ -105,3 +105,14 @@ def test_taking_arguments_over():
     assert config.model.num_layers == 4 and config.model.num_query_groups == 2 and config.data.seq_length == 64
     assert config.optimizer.lr == 1e-4 and config.training.micro_batch_size == 4
     assert with_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
+
+
+@pytest.mark.parametrize("more, eod", [("", None), ("--null-tokenizer-eod-id 9", 9)])
+def test_the_end_of_documents_is_that_of_the_run(more, eod):
+    """Megatron-LM since 0.19 says None for the last token of --vocab-size; older releases and we say nothing."""
+    ours = stored_args(vars(make_namespace(flags(more), {})))
+    assert ours.get("null_tokenizer_eod_id") == eod
+    theirs = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "null_tokenizer_eod_id": eod}
+    taken, notes = with_stored_args({"vocab_size": 256}, stored_args(theirs))
+    assert (taken["vocab_size"], taken["null_tokenizer_eod_id"]) == (257, 256 if eod is None else eod)
+    assert notes == ["--use-checkpoint-args: vocab_size is 257 as in the checkpoint, not 256"]

@@ -2,7 +2,6 @@
 
 import re
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,10 @@ from megatron.training.config.accepted_flags import ACCEPTED_WITHOUT_EFFECT
 from megatron.training.config.arguments import _without_none, both_spellings, flag_fields, option_names
 from megatron.training.config.megatron_options import FEATURES, MEGATRON_OPTIONS, NEVER
 from megatron.training.config.run_config import SECTIONS, flag_parser
+from tests import GOLDEN
 from tests.flag_sets import outcome, read
 
-SETS = read(Path(__file__).parents[3] / "golden/flag_sets/flag_sets.jsonl")
+SETS = read(GOLDEN / "flag_sets/flag_sets.jsonl")
 FIELDS = {
     field.name: (field, _without_none(typing.get_type_hints(section)[field.name]))
     for _, section in SECTIONS.values()

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.training.config.arguments import field_docs, flag_fields, option_names
 from megatron.training.config.run_config import SECTIONS, flag_parser, parse_args
+from tests import ROOT
 
-ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests/golden/megatron_lm_flags"
 
 BASE = (

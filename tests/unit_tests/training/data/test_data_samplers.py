@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ import torch
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.data.microbatches import build_batch_schedule
 from megatron.training.data.samplers import CyclicStream, DataIterator, DataLoaderConfig
+from tests import ROOT
 from tests.processes import children_of, is_running, wait_until
 
-ROOT = Path(__file__).parents[4]
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm"
 
 
@@ -152,9 +151,7 @@ def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
 
 
 SCRIPT = """
-    import sys
-    sys.path[:0] = [{tests!r}, {root!r}]
-    from test_data_samplers import Numbers
+    from tests.unit_tests.training.data.test_data_samplers import Numbers
     from megatron.training.data.samplers import DataIterator, DataLoaderConfig
     iterator = DataIterator(Numbers(10_000), 0, 1, DataLoaderConfig(num_workers=2))
     print(next(iterator)["tokens"].item(), flush=True)
@@ -167,9 +164,9 @@ SCRIPT = """
     ("end", "code"), [("pass", 0), ("raise RuntimeError('stop')", 1), ("import time; time.sleep(60)", -9)]
 )
 def test_no_worker_outlives_the_training_process(end, code):
-    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), root=str(ROOT), end=end)
+    script = textwrap.dedent(SCRIPT).format(end=end)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout.readline() == "0\n"
     if code == -9:

@@ -66,6 +66,8 @@ def test_null_tokenizer():
         tokenizer.tokenize("three")
     with pytest.raises(ValueError, match=r"id 257 is not in 0\.\.256"):
         tokenizer.tokenize("1 257")
+    within = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=257, null_tokenizer_eod_id=256))
+    assert (within.vocab_size, within.eod) == (257, 256)  # the same tokens, as Megatron-LM 0.19 writes it
 
 
 def test_sentencepiece(sentencepiece_models):
@@ -159,6 +161,7 @@ def test_gpt2_bpe(gpt2_files):
         (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer needs --vocab-file"),
         (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
         (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
+        (TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9), "eod-id 9 is none of the 9 tokens"),
         (TokenizerConfig("SentencePieceTokenizer"), "SentencePieceTokenizer needs --tokenizer-model"),
         (TokenizerConfig("HuggingFaceTokenizer"), "HuggingFaceTokenizer needs --tokenizer-model"),
         (TokenizerConfig("HuggingFaceTokenizer", "/no/where"), "--tokenizer-model /no/where: no such file"),

@@ -1,11 +1,11 @@
 """Layers share what is compiled: the compiler keeps few versions of a function, and deep models have many layers."""
 
 import torch
-from torch_versions import of_current_torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.launch.compile import compile_layers
+from tests.torch_versions import of_current_torch
 
 
 def count_graphs(num_layers, monkeypatch):

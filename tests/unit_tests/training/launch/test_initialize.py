@@ -2,7 +2,6 @@
 
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +21,9 @@ from megatron.training.launch.initialize import (
     num_threads,
     seed_everything,
 )
+from tests import ROOT
 
-GOLDEN = Path(__file__).parents[3] / "golden/megatron_lm"
+GOLDEN = ROOT / "tests/golden" / "megatron_lm"
 MEGATRON_LM = GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable/iter_0000005"
 
 

@@ -1,0 +1,105 @@
+"""Runs of the training program inside the pool of workers, and what they measured and held at the end."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.config.run_config import parse_args
+from megatron.training.reporting.logging import Interval
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--init-method-std 0.05 "
+    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 --eval-iters 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 60 --make-vocab-size-divisible-by 8 "
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 48 "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+)
+GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm "
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
+
+DISTRIBUTED_OPTIMIZER = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000 "
+)
+LAYOUTS = {  # name -> (processes, flags)
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2_interleaved": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
+    "pp2_uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
+    "dp2": (2, ""),
+    "dp2_distributed_optimizer": (2, DISTRIBUTED_OPTIMIZER),
+    "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "tp2_dp2": (4, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED_OPTIMIZER}"),
+    "pp2_dp2": (4, f"--pipeline-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+}
+
+
+@dataclass
+class Measurements:
+    """A writer of `pretrain` that keeps everything."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    points: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def interval(self, interval: Interval) -> None:
+        self.losses += [it.lm_loss for it in interval.iterations]
+        self.grad_norms += [it.grad_norm for it in interval.iterations]
+        self.skipped += [it.skipped for it in interval.iterations]
+        self.learning_rates += [it.learning_rate for it in interval.iterations]
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self.points |= {(name, iteration): value for name, value in values.items()}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Outcome:
+    """One rank's end of a run: position, and boxes of weights and optimizer as (key, global shape, offset, values)."""
+
+    measured: Measurements
+    iteration: int
+    consumed_train_samples: int
+    learning_rate: float
+    boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
+
+
+def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outcome:
+    """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
+    measured = Measurements()
+    config = parse_args(shlex.split(common + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
+    state = model_state(run)
+    state |= run.optimizer.sharded_state_dict(state)
+    boxes = [
+        (key, entry.global_shape, box.offset, box.tensor.clone()) for key, entry in state.items() for box in entry.boxes
+    ]
+    return Outcome(measured, run.state.iteration, run.state.consumed_train_samples, run.learning_rate, boxes)
+
+
+def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+    """The global tensors that the boxes of all ranks make up; they must cover them, and agree where they overlap."""
+    tensors: dict[str, torch.Tensor] = {}
+    covered: dict[str, torch.Tensor] = {}
+    for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):
+        target = tensors.setdefault(key, torch.zeros(shape, dtype=values.dtype))
+        done = covered.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+        place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        assert torch.equal(target[place][done[place]], values[done[place]]), f"replicas of {key} differ"
+        target[place], done[place] = values, True
+    assert all(done.all() for done in covered.values()), "not covered"
+    return tensors

@@ -1,0 +1,361 @@
+"""DeepSpeed universal checkpoints, both ways."""
+
+import argparse
+import csv
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from megatron.conversion.deepspeed.files import find_universal
+from megatron.conversion.deepspeed.reader import UniversalSource
+from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
+from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from tests import GOLDEN
+from tests.distributed import DistributedPool
+from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
+from tests.unit_tests.conversion.filled_model import chunk, model_logits, tensor_parallel_logits
+from tests.unit_tests.conversion.reference_forward import reference_logits
+
+ARCHIVES = GOLDEN / "deepspeed_universal"
+SETS = ("gpt_fp32_tp2_pp2", "gpt_blockqkv_fp32_tp2", "gpt_nopipe_bf16_dp2", "bloom_bf16_tp2_pp2")
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("universal")
+    for name in SETS:
+        with tarfile.open(ARCHIVES / f"{name}.tar.xz") as archive:
+            archive.extractall(root)
+    return root
+
+
+def array(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.load(path))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_golden_logits(name: str, golden: Path) -> None:
+    """Names, layers, order of q, k and v, vocabulary and arguments are understood: the logits are the golden ones."""
+    source = UniversalSource(golden / name)
+    tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
+    assert_close(reference_logits(source, tokens, main=True).float(), expected, atol=1e-6, rtol=0)
+    for stages in (1, 2):
+        assert_close(model_logits(source, tokens, stages, main=True), expected, atol=1e-6, rtol=0)
+
+
+def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: DistributedPool) -> None:
+    for name in ("gpt_blockqkv_fp32_tp2", "gpt_fp32_tp2_pp2"):
+        tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
+        for found in pool.run(tensor_parallel_logits, 2, UniversalSource(golden / name), tokens):
+            assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)])
+def test_golden_resume(name: str, rows: int, golden: Path) -> None:
+    """Weights, both moments, the step, the groups and the learning rate go on as in the original run."""
+    source = UniversalSource(golden / name, {"vocab_size": rows})
+    model = chunk(source, main=True)
+    assert source.training is not None and source.training.param_groups is not None
+    optimizer = adamw(model, source)
+    batches = array(golden / name / "batches_iter7_12.npy")
+    positions = torch.arange(32)[None]
+    with (golden / name / "loss_resume.csv").open() as file:
+        rows_of_log = list(csv.DictReader(file))
+    for batch, log in zip(batches, rows_of_log, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = float(log["lr_used"])
+        optimizer.zero_grad()
+        loss = model(batch[:, :-1], positions.expand(4, -1), labels=batch[:, 1:]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert loss.item() == pytest.approx(float(log["lm_loss"]), abs=1e-5)
+        assert norm.item() == pytest.approx(float(log["grad_norm"]), abs=2e-3)
+        optimizer.step()
+
+
+def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
+    """torch's optimizer in the state of a checkpoint."""
+    assert source.training is not None and source.training.param_groups is not None
+    decay, no_decay = source.training.param_groups
+    keys = {entry.local: key for key, entry in model.sharded_state_dict().items()}  # type: ignore[operator]
+    groups = []
+    for known, of_group in ((decay, lambda p: p.dim() > 1), (no_decay, lambda p: p.dim() == 1)):
+        params = [p for p in model.parameters() if of_group(p)]
+        groups.append({"params": params} | {k: known[k] for k in ("lr", "betas", "eps", "weight_decay")})
+    optimizer = torch.optim.AdamW(groups)
+    for parameter, key in keys.items():
+        state: dict[str, Any] = {"step": torch.tensor(float(decay["step"]))}
+        for name in ("exp_avg", "exp_avg_sq"):
+            padded = torch.zeros_like(parameter)
+            value = read_whole(source, optimizer_key(name, key))
+            padded[: len(value)] = value
+            state[name] = padded
+        optimizer.state[parameter] = state
+    return optimizer
+
+
+def test_training_state(golden: Path) -> None:
+    training = UniversalSource(golden / "gpt_fp32_tp2_pp2").training
+    assert training is not None and training.param_groups is not None and training.scheduler is not None
+    assert (training.iteration, training.consumed_train_samples) == (6, 24)
+    assert [group["step"] for group in training.param_groups] == [6, 6]
+    assert [group["weight_decay"] for group in training.param_groups] == [0.1, 0.0]
+    assert training.scheduler["num_steps"] == 24 and training.scheduler["lr_decay_style"] == "cosine"
+    bloom = UniversalSource(golden / "bloom_bf16_tp2_pp2").training
+    assert bloom is not None and bloom.param_groups is not None
+    assert bloom.scheduler == training.scheduler  # other names, the same schedule
+    assert [group["step"] for group in bloom.param_groups] == [6, 6]  # counted: there is no step.pt
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
+    """Every parameter file that we write holds what the original holds, apart from what is known to differ."""
+    rows = {"bloom_bf16_tp2_pp2": 288}.get(name)
+    source = UniversalSource(golden / name, {"vocab_size": rows} if rows else None)
+    style = "no-pipeline" if "nopipe" in name else None
+    blocks = 2 if "blockqkv" in name else None
+    write_universal(source, tmp_path / "out", UniversalOptions(style=style, qkv_blocks=blocks, workers=2))
+    ours, theirs = find_universal(tmp_path / "out"), find_universal(golden / name)
+    assert ours is not None and theirs is not None and ours.name == theirs.name
+    folders = {path.name for path in (theirs / "zero").iterdir() if path.is_dir()}
+    assert {path.name for path in (ours / "zero").iterdir() if path.is_dir()} == folders
+    for folder in folders:
+        for state in ("fp32", "exp_avg", "exp_avg_sq"):
+            found = safe_load(ours / "zero" / folder / f"{state}.pt")
+            wanted = safe_load(theirs / "zero" / folder / f"{state}.pt")
+            assert torch.equal(found.pop("param"), wanted.pop("param")), (folder, state)
+            if "gpt" in name and "nopipe" not in name:  # written by the current converter from TP2
+                assert found == wanted
+        if (theirs / "zero" / folder / "step.pt").exists():
+            assert torch.equal(safe_load(ours / "zero" / folder / "step.pt"), torch.tensor(6.0))
+    if name != "bloom_bf16_tp2_pp2":
+        assert_same_run(ours, theirs)
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    found, wanted = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
+    for mine, original in zip(found["param_groups"], wanted["param_groups"], strict=True):
+        assert mine.items() <= original.items()
+    state, original = (safe_load(path / "mp_rank_00_model_states.pt") for path in (ours, theirs))
+    for scheduler in (state["lr_scheduler"], original["lr_scheduler"]):
+        del scheduler["num_tokens"]  # counted one step late by the original; of use for schedules by tokens only
+    for key in ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "iteration", "checkpoint_version"):
+        assert state[key] == original[key], key
+    for field in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "add_position_embedding"):
+        assert getattr(state["args"], field) == getattr(original["args"], field)
+    assert state["args"].consumed_train_samples == 24
+    assert sum(len(group) for group in state["param_shapes"]) == len(list((ours / "zero").iterdir())) - 1
+
+
+ROUND_TRIPS = {
+    "llama": LLAMA_ARGS | {"bf16": True},
+    "llama-everything": LLAMA_ARGS
+    | {"qk_layernorm": True, "window_size": (5, 0), "use_rope_scaling": True, "add_qkv_bias": True, "kv_channels": 6},
+    "gpt": GPT_ARGS | {"fp16": True},
+    "gpt-erf-untied": GPT_ARGS | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
+    "bloom": BLOOM_ARGS,
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("style", [None, "no-pipeline"])
+def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
+    """Tensors, run and mathematics come back, whatever the model."""
+    if name == "bloom" and style is not None:
+        pytest.skip("Megatron-DeepSpeed has no such model")
+    source = random_source(ROUND_TRIPS[name] | {"lr": 3e-3})
+    assert source.training is not None
+    source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
+    write_universal(source, tmp_path / "out", UniversalOptions(style=style))
+    back = UniversalSource(tmp_path / "out")
+    assert back.tensors == source.tensors and back.training == source.training
+    for key in source.tensors:
+        assert torch.equal(read_whole(back, key), source.values[key]), key
+    tokens = torch.arange(20).view(2, 10)
+    assert torch.equal(reference_logits(back, tokens), reference_logits(source, tokens))
+    assert back.args.items() >= {key: value for key, value in source.args.items() if key != "seq_length"}.items()
+
+
+def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None:
+    args = ROUND_TRIPS["llama-everything"]
+    notes = write_universal(random_source(args, optimizer=False), tmp_path / "out")
+    for part in ("window_size", "use_rope_scaling", "qk_layernorm", "add_qkv_bias", "moments are zero"):
+        assert any(part in note for note in notes), part
+    back = UniversalSource(tmp_path / "out")
+    assert not read_whole(back, optimizer_key("exp_avg", QKV)).any()
+    assert back.training is not None and back.training.iteration == 0
+
+
+def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
+    """The layout is taken from the arguments, and can be named."""
+    source = random_source(GPT_ARGS)
+    write_universal(source, tmp_path / "out", UniversalOptions(qkv_blocks=2))
+    assert torch.equal(read_whole(UniversalSource(tmp_path / "out"), QKV), source.values[QKV])
+    misread = read_whole(UniversalSource(tmp_path / "out", qkv_layout="groups"), QKV)
+    assert not torch.equal(misread, source.values[QKV])
+    write_universal(MemorySource(source.args | {"x": 1}, source.values), tmp_path / "plain")
+    assert not torch.equal(
+        read_whole(UniversalSource(tmp_path / "plain", {"tensor_model_parallel_size": 2}, "tp-blocks"), QKV),
+        source.values[QKV],
+    )
+    with pytest.raises(ValueError, match="give one of groups, tp-blocks"):
+        UniversalSource(tmp_path / "plain", qkv_layout="thirds")
+    llama = random_source(LLAMA_ARGS)
+    with pytest.raises(ValueError, match="no --group-query-attention"):
+        write_universal(llama, tmp_path / "llama", UniversalOptions(qkv_blocks=2))
+    write_universal(llama, tmp_path / "llama")
+    with pytest.raises(ValueError, match="something else than grouped-query attention"):
+        UniversalSource(tmp_path / "llama", qkv_layout="tp-blocks")
+
+
+def edit(path: Path, change: Any) -> None:
+    value = torch.load(path, weights_only=False)
+    torch.save(change(value), path)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A plain GPT as universal checkpoint; returns the inner directory."""
+    write_universal(random_source(GPT_ARGS), tmp_path / "written")
+    found = find_universal(tmp_path / "written")
+    assert found is not None
+    return found
+
+
+def test_directory_without_arguments(written: Path) -> None:
+    """What shapes and names give away is not asked for; the rest is, by flag."""
+    expected = UniversalSource(written)
+    edit(written / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
+    with pytest.raises(ValueError, match="give --num-attention-heads"):
+        UniversalSource(written)
+    source = UniversalSource(written, {"num_attention_heads": 4})
+    assert source.tensors == expected.tensors
+    assert all(torch.equal(read_whole(source, key), read_whole(expected, key)) for key in source.tensors)
+    edit(written / "mp_rank_00_model_states.pt", lambda s: s | {"universal_checkpoint_info": {}})
+    assert UniversalSource(written, {"num_attention_heads": 4}).tensors == expected.tensors  # vocab_tensor tells
+
+    def unmark(entry: dict) -> dict:
+        return {key: value for key, value in entry.items() if key != "vocab_tensor"}
+
+    edit(written / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt", unmark)
+    with pytest.raises(ValueError, match=r"does not tell tokens from padding: give --vocab-size \(rows: 67\)"):
+        UniversalSource(written, {"num_attention_heads": 4})
+    shorter = UniversalSource(written, {"num_attention_heads": 4, "vocab_size": 60})
+    assert shorter.tensors[WORD_EMBEDDINGS].shape == (60, 32)
+
+
+def test_positions_are_asked_for(tmp_path: Path) -> None:
+    write_universal(random_source(LLAMA_ARGS), tmp_path / "out")
+    found = find_universal(tmp_path / "out")
+    assert found is not None
+    edit(found / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
+    with pytest.raises(ValueError, match="give --position-embedding-type"):
+        UniversalSource(found, {"num_attention_heads": 4})
+    source = UniversalSource(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
+    assert source.args["num_query_groups"] == 2 and source.args["swiglu"]
+
+
+def test_flat_tensors_of_zero_3(written: Path) -> None:
+    expected = UniversalSource(written)
+    values = {key: read_whole(expected, key) for key in expected.tensors}
+    for path in (written / "zero").glob("*/[fe]*.pt"):
+        edit(path, lambda entry: entry["param"].flatten())
+    source = UniversalSource(written)
+    assert source.tensors == expected.tensors
+    assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
+    part = source.read(QKV, (7, 3), (11, 5))
+    assert torch.equal(part, values[QKV][7:18, 3:8])
+
+
+def test_damaged_directories(written: Path, tmp_path: Path) -> None:
+    zero = written / "zero"
+    moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
+    moment.rename(tmp_path / "moment")
+    with pytest.raises(ValueError, match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"):
+        read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+    moment.write_bytes((tmp_path / "moment").read_bytes()[:300])
+    with pytest.raises(ValueError, match=r"exp_avg\.pt"):
+        read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+    shutil.move(tmp_path / "moment", moment)
+    shutil.copy(moment, tmp_path / "moment")
+    for other, shape in ((torch.zeros(2), r"float32 of shape \[2\]"), (torch.zeros(32, dtype=torch.int), "int32")):
+        edit(moment, lambda _, other=other: {"param": other})
+        with pytest.raises(ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"):
+            read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+    shutil.move(tmp_path / "moment", moment)
+
+    edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step + 1)
+    with pytest.raises(ValueError, match=r"different steps: \[7, 8\]"):
+        UniversalSource(written)
+    edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step - 1)
+
+    shutil.move(zero / "3.mlp.dense_4h_to_h.bias", tmp_path / "bias")
+    with pytest.raises(ValueError, match=r"it lacks decoder\.layers\.1\.mlp\.linear_fc2\.bias"):
+        UniversalSource(written)
+    shutil.move(tmp_path / "bias", zero / "3.mlp.dense_4h_to_h.bias")
+    (zero / "5.moe.gate.weight").mkdir()
+    with pytest.raises(ValueError, match=r"5\.moe\.gate\.weight are not parameters of a GPT"):
+        UniversalSource(written)
+    (zero / "5.moe.gate.weight").rmdir()
+
+    def other_heads(state: dict) -> dict:
+        state["args"] = argparse.Namespace(**{**vars(state["args"]), "ffn_hidden_size": 100})
+        return state
+
+    edit(written / "mp_rank_00_model_states.pt", other_heads)
+    with pytest.raises(
+        ValueError, match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]"
+    ):
+        UniversalSource(written)
+    (written / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(ValueError, match="it has no mp_rank_00_model_states.pt"):
+        UniversalSource(written)
+    with pytest.raises(ValueError, match="is no DeepSpeed universal checkpoint"):
+        UniversalSource(tmp_path)
+
+
+LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+
+
+def test_unsupported_arguments_are_refused(written: Path) -> None:
+    def squared(state: dict) -> dict:
+        state["args"] = argparse.Namespace(**vars(state["args"]), apply_residual_connection_post_layernorm=True)
+        return state
+
+    edit(written / "mp_rank_00_model_states.pt", squared)
+    with pytest.raises(ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"):
+        UniversalSource(written)
+
+
+def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
+    """A BLOOM-era directory straight to transformers, whose model gives the golden logits."""
+    from transformers import AutoModelForCausalLM
+
+    name = golden / "bloom_bf16_tp2_pp2"
+    write_huggingface(UniversalSource(name, {"bf16": False}), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert_close(model(array(name / "input_ids.npy")).logits, array(name / "logits.npy"), atol=1e-5, rtol=0)
+
+
+def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
+    class Failing(MemorySource):
+        def read(self, key, offset, shape):
+            if key.endswith("exp_avg_sq.decoder.final_layernorm.weight"):
+                raise OSError("disk full")
+            return super().read(key, offset, shape)
+
+    source = random_source(GPT_ARGS)
+    with pytest.raises(OSError, match="disk full"):
+        write_universal(Failing(source.args, source.values, source.training), tmp_path / "out")
+    assert not (tmp_path / "out" / "latest_universal").exists() and find_universal(tmp_path / "out") is None

@@ -1,0 +1,172 @@
+"""Hugging Face directories, both ways, against transformers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.model_space.source import read_whole
+from tests import ROOT
+from tests.compare import assert_same
+from tests.distributed import DistributedPool
+from tests.unit_tests.conversion.filled_model import model_logits, tensor_parallel_logits
+from tests.unit_tests.conversion.reference_forward import reference_logits
+
+GOLDEN = ROOT / "tests/golden" / "hf"
+READS_NEW_CONFIGS = int(transformers.__version__.split(".")[0]) >= 5  # the golden configs are of transformers 5
+MODELS = ("gpt2", "llama", "qwen2")
+
+
+def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_logits(name: str) -> None:
+    """The model in model space computes the golden logits."""
+    tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
+    expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
+    source = HuggingFaceSource(GOLDEN / name)
+    assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=0)
+    for stages in (1, 2):
+        assert_close(model_logits(source, tokens, stages), expected, atol=1e-4, rtol=0)
+
+
+def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> None:
+    for name in MODELS:
+        tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
+        expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
+        for found in pool.run(tensor_parallel_logits, 2, HuggingFaceSource(GOLDEN / name), tokens):
+            assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_round_trip(name: str, tmp_path: Path) -> None:
+    """Imported and exported again: the same tensors, the same logits, the same configuration to transformers."""
+    assert is_huggingface(GOLDEN / name)
+    source = HuggingFaceSource(GOLDEN / name)
+    assert source.unused == [] and source.training is None
+    assert write_huggingface(source, tmp_path / "out", HuggingFaceOptions(trusted=(GOLDEN / name,))) == []
+    assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
+    found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
+    assert_close(found, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)
+    if READS_NEW_CONFIGS:
+        assert meaning(tmp_path / "out") == meaning(GOLDEN / name)
+
+
+def meaning(directory: Path) -> dict[str, Any]:
+    """What transformers makes of a config.json, less what has two spellings: n_inner null is 4h, say."""
+    spelled_twice = ("_name_or_path", "transformers_version", "n_inner", "max_window_layers")
+    config = AutoConfig.from_pretrained(directory).to_dict()
+    return {name: value for name, value in config.items() if name not in spelled_twice}
+
+
+def test_both_generations_of_config(tmp_path: Path) -> None:
+    """The fields of 4.x and of 5.x mean the same."""
+    for path in (GOLDEN / "llama").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    new = HuggingFaceSource(tmp_path).args
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to(GOLDEN / "llama" / "config_4x_style.json")
+    assert HuggingFaceSource(tmp_path).args == new
+    assert new["tokenizer_type"] == "HuggingFaceTokenizer" and new["tokenizer_model"] == str(tmp_path)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+SMALL = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.3}
+GPT2_SMALL = {"vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 40, "initializer_range": 0.3}
+BLOOM_SMALL = {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, "initializer_range": 0.3}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+
+MATRIX = {
+    "llama-mha": ("Llama", SMALL),
+    "llama-mqa-tied": ("Llama", SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-gqa-head-dim": ("Llama", SMALL | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-4}),
+    "llama-bias": ("Llama", SMALL | {"num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (
+        "Llama",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    ),
+    "mistral-window": ("Mistral", SMALL | {"num_key_value_heads": 3, "sliding_window": 7}),
+    "mistral-no-window": ("Mistral", SMALL | {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": None}),
+    "qwen2-gqa": ("Qwen2", SMALL | {"num_key_value_heads": 2, "rope_theta": 1e6}),
+    "qwen2-window-tied": ("Qwen2", SMALL | WINDOW | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen3-head-dim": ("Qwen3", SMALL | {"num_key_value_heads": 3, "head_dim": 20}),
+    "qwen3-window": ("Qwen3", SMALL | WINDOW | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", GPT2_SMALL),
+    "gpt2-erf-inner-untied": (
+        "GPT2",
+        GPT2_SMALL | {"activation_function": "gelu", "n_inner": 56, "tie_word_embeddings": False},
+    ),
+    "bloom": ("Bloom", BLOOM_SMALL),
+    "bloom-untied": ("Bloom", BLOOM_SMALL | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+}
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory written by transformers for every row of MATRIX; every parameter is random, in three shards."""
+    root = tmp_path_factory.mktemp("matrix")
+    for number, (name, (family, fields)) in enumerate(MATRIX.items()):
+        torch.manual_seed(number)
+        config = getattr(transformers, f"{family}Config")(**fields)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(root / name, max_shard_size="60KB")
+    return {name: root / name for name in MATRIX}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
+    """transformers -> model space (same logits in an independent forward) -> transformers (same tensors and logits)."""
+    original, tokens = matrix[name], torch.randint(131, (2, 29), generator=torch.Generator().manual_seed(3))
+    source = HuggingFaceSource(original)
+    expected = logits(original, tokens)
+    assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=1e-5)
+    assert_close(model_logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
+
+    write_huggingface(source, tmp_path / "out", HuggingFaceOptions(max_shard_size=70_000, workers=2))
+    assert_same(stored_tensors(tmp_path / "out"), stored_tensors(original))
+    assert_close(logits(tmp_path / "out", tokens), expected, atol=1e-5, rtol=0)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    total = sum(tensor.nbytes for tensor in stored_tensors(original).values())
+    assert index["metadata"]["total_size"] == total and len(set(index["weight_map"].values())) > 1
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-head-dim", "gpt2", "qwen3-window"])
+def test_boxes_are_pieces_of_the_whole(name: str, matrix: dict[str, Path]) -> None:
+    source = HuggingFaceSource(matrix[name])
+    random = np.random.default_rng(0)
+    for key, info in source.tensors.items():
+        whole = read_whole(source, key)
+        for _ in range(5):
+            start = [int(random.integers(extent)) for extent in info.shape]
+            shape = tuple(int(random.integers(extent - at)) + 1 for at, extent in zip(start, info.shape, strict=True))
+            box = tuple(slice(at, at + extent) for at, extent in zip(start, shape, strict=True))
+            assert torch.equal(source.read(key, tuple(start), shape), whole[box]), (key, start, shape)

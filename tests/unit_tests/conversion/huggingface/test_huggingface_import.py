@@ -1,0 +1,228 @@
+"""Directories as they are found on the hub, and directories that must be refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
+from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.source import read_whole
+from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.reference_forward import reference_logits
+
+TOKENS = torch.arange(20).view(2, 10)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    write_huggingface(random_source(GPT_ARGS, optimizer=False), tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def edit_weights(directory: Path, rename: Any = None, **changes: torch.Tensor) -> None:
+    tensors = load_file(directory / "model.safetensors") | changes
+    if rename is not None:
+        tensors = {rename(name): value for name, value in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_names_without_prefix_and_buffers(gpt2: Path) -> None:
+    """The original GPT-2 on the hub: names of the base model, masks stored as buffers, a copy of the tied head."""
+    whole = read_whole(HuggingFaceSource(gpt2), "decoder.layers.1.mlp.linear_fc1.weight")
+    embedding = load_file(gpt2 / "model.safetensors")["transformer.wte.weight"]
+    extra = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    edit_weights(gpt2, lambda name: name.removeprefix("transformer."), **extra, **{"lm_head.weight": embedding.clone()})
+    edit_config(gpt2, n_ctx=40, task_specific_params={"text-generation": {"do_sample": True}}, summary_type="cls_index")
+    source = HuggingFaceSource(gpt2)
+    assert source.unused == ["h.0.attn.bias", "h.0.attn.masked_bias", "lm_head.weight"]
+    assert torch.equal(read_whole(source, "decoder.layers.1.mlp.linear_fc1.weight"), whole)
+
+    edit_weights(gpt2, **{"lm_head.weight": embedding + 1})
+    with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight differs"):
+        HuggingFaceSource(gpt2)
+
+
+def test_weights_of_old_repositories(gpt2: Path) -> None:
+    source = HuggingFaceSource(gpt2)
+    expected = {key: read_whole(source, key) for key in source.tensors}
+    torch.save(load_file(gpt2 / "model.safetensors"), gpt2 / "pytorch_model.bin")
+    (gpt2 / "model.safetensors").unlink()
+    old = HuggingFaceSource(gpt2)
+    for key, value in expected.items():
+        assert torch.equal(read_whole(old, key), value), key
+
+
+def test_a_pickle_that_runs_code_is_refused(gpt2: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return print, ("executed",)
+
+    (gpt2 / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Evil()}, gpt2 / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*builtins\.print"):
+        HuggingFaceSource(gpt2)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_attention_bias_without_mlp_bias(family: str, tmp_path: Path) -> None:
+    """The model has both biases or none: the missing ones are zero, and can be left out again."""
+    fields = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "initializer_range": 0.3}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**fields)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "in")
+    source = HuggingFaceSource(tmp_path / "in")
+    assert source.args["add_bias_linear"] and not read_whole(source, "decoder.layers.0.mlp.linear_fc1.bias").any()
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        assert_close(reference_logits(source, TOKENS).float(), expected, atol=1e-4, rtol=0)
+        write_huggingface(source, tmp_path / "out")
+        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
+    name = "model.layers.0.self_attn.v_proj.weight"
+    edit_weights(llama, **{name: load_file(llama / "model.safetensors")[name].bfloat16()})
+    source = HuggingFaceSource(llama)
+    key = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert source.tensors[key].dtype == torch.float32 == read_whole(source, key).dtype
+
+
+def test_precision(llama: Path, tmp_path: Path) -> None:
+    assert not HuggingFaceSource(llama).args["bf16"]
+    write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", HuggingFaceOptions(dtype=torch.bfloat16))
+    source = HuggingFaceSource(tmp_path / "bf16")
+    assert source.args["bf16"] and source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
+    edit_config(tmp_path / "bf16", torch_dtype=None)
+    assert HuggingFaceSource(tmp_path / "bf16").args["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, r"has rope_theta = 10000\.0 and 500000\.0: remove the wrong one"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"with \['full_attention'\] is not understood"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\]"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "not supported and may change what the model computes: quantization_config",
+        ),
+        ({"logit_scale": 0.1, "no_rope_layers": [1]}, "--hf-ignore-fields logit_scale no_rope_layers"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; supported are llama, mistral, qwen2"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is no LlamaForCausalLM",
+        ),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder = True is not supported, only False is"),
+        ({"hidden_size": None}, "no 'hidden_size': give --hidden-size"),
+        ({"num_hidden_layers": None}, "no 'num_hidden_layers': give --num-layers"),
+        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\.self_attn\.q_proj\.weight.*config\.json calls for"),
+        ({"intermediate_size": 40}, r"gate_proj\.weight has shape \[48, 32\], but config\.json makes it \[40, 32\]"),
+        ({"vocab_size": 68}, r"embed_tokens\.weight has shape \[67, 32\], but config\.json makes it \[68, 32\]"),
+        ({"num_key_value_heads": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
+    ],
+)
+def test_llama_configs_that_are_refused(fields: dict[str, Any], reason: str, llama: Path) -> None:
+    edit_config(llama, **fields)
+    with pytest.raises(ValueError, match=reason):
+        HuggingFaceSource(llama)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = False is not supported"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = True is not supported"),
+        ({"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
+        ({"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+    ],
+)
+def test_gpt2_configs_that_are_refused(fields: dict[str, Any], reason: str, gpt2: Path) -> None:
+    edit_config(gpt2, **fields)
+    with pytest.raises(ValueError, match=reason):
+        HuggingFaceSource(gpt2)
+
+
+def test_windows(tmp_path: Path) -> None:
+    qwen = LLAMA_ARGS | {"add_qkv_bias": True, "window_size": (7, 0)}
+    write_huggingface(random_source(qwen, optimizer=False), tmp_path / "qwen2")
+    config = json.loads((tmp_path / "qwen2" / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["sliding_window"] == 8
+    assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] == (7, 0)
+    edit_config(tmp_path / "qwen2", max_window_layers=1)
+    with pytest.raises(ValueError, match="max_window_layers = 1 of 2 layers: all must have the window"):
+        HuggingFaceSource(tmp_path / "qwen2")
+    edit_config(tmp_path / "qwen2", max_window_layers=2)
+    assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] is None
+    edit_config(tmp_path / "qwen2", max_window_layers=0, use_sliding_window=False)
+    assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] is None
+    edit_config(tmp_path / "qwen2", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(ValueError, match="sliding_window = None"):
+        HuggingFaceSource(tmp_path / "qwen2")
+
+
+def test_what_the_user_gives_wins(llama: Path) -> None:
+    edit_config(llama, num_hidden_layers=None, logit_scale=1.0)
+    source = HuggingFaceSource(llama, {"num_layers": 1}, ignored_fields=["logit_scale"])
+    assert source.args["num_layers"] == 1
+    assert "model.layers.1.mlp.up_proj.weight" in source.unused
+
+
+def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
+    options = HuggingFaceOptions(max_shard_size=10_000)
+    write_huggingface(HuggingFaceSource(llama), tmp_path / "shards", options)
+    shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    shards[1].rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=rf"lacks 1 of {len(shards)} shards: {shards[1].name}"):
+        HuggingFaceSource(tmp_path / "shards")
+    data = (tmp_path / "away").read_bytes()
+    for size, reason in ((len(data) - 5, "truncated or damaged"), (20, "truncated or no"), (3, "truncated or no")):
+        shards[1].write_bytes(data[:size])
+        with pytest.raises(ValueError, match=rf"{shards[1].name}.*{reason}"):
+            HuggingFaceSource(tmp_path / "shards")
+    shards[1].write_bytes(data.replace(b'"F32"', b'"X99"'))
+    with pytest.raises(ValueError, match="dtype is 'X99', but must be one of"):
+        HuggingFaceSource(tmp_path / "shards")
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(ValueError, match=r"index\.json places .* which does not have it"):
+        HuggingFaceSource(tmp_path / "shards")
+
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        HuggingFaceSource(llama)
+    (llama / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        HuggingFaceSource(llama)
+    assert not is_huggingface(tmp_path)

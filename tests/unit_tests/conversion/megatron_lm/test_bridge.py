@@ -1,0 +1,70 @@
+"""Checkpoints of Megatron-Bridge: the arguments are found in its configuration, and nothing else is taken for one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron.conversion.convert import compare, convert
+from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import CheckpointError
+from tests import ROOT
+
+GOLDEN = ROOT / "tests/golden" / "bridge_0.6.2/llama_fp32"
+CONFIG = "iter_0000000/run_config.yaml"
+
+
+def changed(tmp_path: Path, **model: object) -> Path:
+    """The golden checkpoint with other settings of its model."""
+    root = tmp_path / "bridge"
+    shutil.copytree(GOLDEN / "checkpoint", root)
+    config = yaml.safe_load((root / CONFIG).read_text())
+    config["model"] |= model
+    (root / CONFIG).write_text(yaml.safe_dump(config))
+    return root
+
+
+def test_it_is_the_hugging_face_model_that_bridge_began_with(tmp_path: Path) -> None:
+    source, model = open_checkpoint(GOLDEN / "checkpoint"), open_checkpoint(GOLDEN / "hf")
+    assert source.tensors == model.tensors and source.unused == []
+    assert all(torch.equal(read_whole(source, key), read_whole(model, key)) for key in model.tensors)
+    convert(GOLDEN / "checkpoint", tmp_path / "hf", "hf", verify=True)
+    assert compare(source, open_checkpoint(tmp_path / "hf")) == len(model.tensors) == 27
+    # transformers opens the export, tokenizer included
+    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (GOLDEN / "hf/tokenizer.json").read_bytes()
+
+
+def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
+    root = changed(tmp_path)
+    counters = {"step": 7, "consumed_train_samples": 56, "consumed_valid_samples": 8}
+    torch.save({name: torch.tensor(value) for name, value in counters.items()}, root / "iter_0000000/train_state.pt")
+    training = open_checkpoint(root).training
+    assert training is not None
+    assert (training.iteration, training.consumed_train_samples, training.consumed_valid_samples) == (7, 56, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("multi_latent_attention", True, "--multi-latent-attention True"),
+        ("num_moe_experts", 8, "--num-experts 8"),
+        ("softmax_scale", 0.5, "softmax_scale: 0.5"),
+        ("gated_linear_unit", False, "its activation is torch.nn.functional.silu"),
+        ("activation_func", {"_target_": "megatron.core.activations.squared_relu"}, "gated megatron.core.activations"),
+        ("params_dtype", {"_target_": "torch.float8_e4m3fn"}, "weights of float8_e4m3fn are not supported"),
+    ],
+)
+def test_other_models_are_refused_by_name(tmp_path: Path, name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(changed(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize("text", ["", "model: [1]", "model: {a: !!python/object/apply:os.getcwd []}", "\x00", "a: {"])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
+    root = changed(tmp_path)
+    (root / CONFIG).write_text(text)
+    with pytest.raises(CheckpointError, match="run_config.yaml is not the configuration of a model"):
+        open_checkpoint(root)

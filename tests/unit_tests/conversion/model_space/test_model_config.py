@@ -1,0 +1,148 @@
+"""The model that arguments describe: its tensors, and when two spellings are the same model."""
+
+import dataclasses
+
+import pytest
+
+from megatron.conversion.deepspeed.args import write_args
+from megatron.conversion.model_space.model import model_config, model_parameters, model_tensors
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import TrainingState
+from megatron.core.models import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
+from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
+
+LLAMA_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": (32,),
+    "self_attention.linear_qkv.weight": (64, 32),
+    "self_attention.linear_proj.weight": (32, 32),
+    "mlp.linear_fc1.layer_norm_weight": (32,),
+    "mlp.linear_fc1.weight": (96, 32),
+    "mlp.linear_fc2.weight": (32, 48),
+}
+BLOOM_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": (32,),
+    "self_attention.linear_qkv.layer_norm_bias": (32,),
+    "self_attention.linear_qkv.weight": (96, 32),
+    "self_attention.linear_qkv.bias": (96,),
+    "self_attention.linear_proj.weight": (32, 32),
+    "self_attention.linear_proj.bias": (32,),
+    "mlp.linear_fc1.layer_norm_weight": (32,),
+    "mlp.linear_fc1.layer_norm_bias": (32,),
+    "mlp.linear_fc1.weight": (128, 32),
+    "mlp.linear_fc1.bias": (128,),
+    "mlp.linear_fc2.weight": (32, 128),
+    "mlp.linear_fc2.bias": (32,),
+}
+MODELS = {
+    "llama": (
+        LLAMA_ARGS,
+        LLAMA_LAYER,
+        {
+            "embedding.word_embeddings.weight": (67, 32),
+            "decoder.final_layernorm.weight": (32,),
+            "output_layer.weight": (67, 32),
+        },
+    ),
+    "bloom": (
+        BLOOM_ARGS,
+        BLOOM_LAYER,
+        {
+            "embedding.word_embeddings.weight": (67, 32),
+            "embedding.word_embeddings_layernorm.weight": (32,),
+            "embedding.word_embeddings_layernorm.bias": (32,),
+            "decoder.final_layernorm.weight": (32,),
+            "decoder.final_layernorm.bias": (32,),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_of_a_model(name: str) -> None:
+    args, layer, others = MODELS[name]
+    expected = others | {f"decoder.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()}
+    assert model_tensors(model_config(args, 67, "test")) == expected
+
+
+@pytest.mark.parametrize("args", [LLAMA_ARGS, BLOOM_ARGS, GPT_ARGS | {"qk_layernorm": True}])
+def test_one_layer_stands_for_all(args: dict) -> None:
+    config = model_config(args, 67, "test")
+    state = GPTModel(config).sharded_state_dict()
+    assert list(model_tensors(config).items()) == [(key, entry.global_shape) for key, entry in state.items()]
+
+
+def test_sizes_that_no_model_has() -> None:
+    huge = {"hidden_size": 2**31 - 1, "num_attention_heads": 1, "kv_channels": 2**31 - 1, "ffn_hidden_size": 2**31 - 1}
+    with pytest.raises(ValueError, match="no model has these sizes"):
+        model_tensors(model_config(GPT_ARGS | huge, 2**31 - 1, "demo"))
+
+
+def test_a_parameter_says_how_it_is_split() -> None:
+    """Over tensor parallelism and into optimizer groups, as DeepSpeed's files and Megatron-LM's buffers need it."""
+    parameters = model_parameters(model_config(LLAMA_ARGS | {"num_layers": 1}, 67, "test"))
+    layer = {p.name.removeprefix("decoder.layers.0."): p for p in parameters}
+    assert {name: layer[name].info.tp_dim for name in LLAMA_LAYER} == {
+        "self_attention.linear_qkv.layer_norm_weight": None,
+        "self_attention.linear_qkv.weight": 0,
+        "self_attention.linear_proj.weight": 1,
+        "mlp.linear_fc1.layer_norm_weight": None,
+        "mlp.linear_fc1.weight": 0,
+        "mlp.linear_fc2.weight": 1,
+    }
+    assert {name for name, p in layer.items() if p.info.tp_blocks == 2} == {"mlp.linear_fc1.weight"}
+    vocabulary = {p.name for p in parameters if p.group.embedding}
+    assert vocabulary == {"embedding.word_embeddings.weight", "output_layer.weight"}
+
+
+def test_every_field_of_the_model_says_what_it_decides() -> None:
+    """A field that decides nothing changes neither the weights nor what they compute once they are trained."""
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert names - {field.name for field in deciding_fields()} == {
+        "vocab_size",  # the tokenizer's, or the rows of the stored embedding
+        "group_query_attention",  # num_query_groups decides
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "bf16",
+        "fp16",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+    }
+
+
+def test_spelling_does_not_matter() -> None:
+    def same(a: dict, b: dict) -> bool:
+        return model_signature(model_config(a, 67, "a")) == model_signature(model_config(b, 67, "b"))
+
+    assert same(GPT_ARGS, GPT_ARGS | {"kv_channels": 8, "ffn_hidden_size": 128, "bf16": True, "hidden_dropout": 0.3})
+    assert same(LLAMA_ARGS, LLAMA_ARGS | {"rope_scaling_factor": 3.0, "max_position_embeddings": 99})
+    assert not same(LLAMA_ARGS, LLAMA_ARGS | {"use_rope_scaling": True})
+    assert not same(GPT_ARGS, GPT_ARGS | {"bias_gelu_fusion": False})
+    assert same(GPT_ARGS, GPT_ARGS | {"bias_gelu_fusion": False, "openai_gelu": True})
+
+
+def test_missing_arguments_are_asked_for() -> None:
+    with pytest.raises(ValueError, match="demo does not tell hidden_size: give --hidden-size"):
+        model_config({"num_layers": 2, "num_attention_heads": 4}, 67, "demo")
+    learned = {name: value for name, value in GPT_ARGS.items() if name != "max_position_embeddings"}
+    with pytest.raises(ValueError, match="--max-position-embeddings"):
+        model_tensors(model_config(learned, 67, "demo"))
+
+
+@pytest.mark.parametrize("option", ["quick_geglu", "rotary_interleaved"])
+def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) -> None:
+    config = model_config(LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo")
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"):
+        write_args(config, {}, TrainingState(), None)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"layout": "Et|t|t|tttL"}, {"account_for_embedding": True, "account_for_loss": True}, {}]
+)
+def test_rules_of_the_pipeline_travel_in_the_arguments(rules: dict) -> None:
+    """Files that are cut by rank are read with the layout that their arguments record."""
+    layout = Layout.of(6, 2, 2, 2, **rules) if rules.get("layout") or rules else Layout.of(8, 2, 2, 2)
+    again = Layout.from_args({"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()})
+    assert again == layout

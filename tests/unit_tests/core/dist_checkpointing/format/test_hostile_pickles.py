@@ -1,0 +1,195 @@
+"""Small pickles that want to hang, crash or fill memory: refused at the cost of reading them.
+
+Each payload runs in a process of its own, whose memory and processor time the kernel bounds: what goes wrong there is
+no exception.
+"""
+
+import io
+import os
+import pickle
+import resource
+import struct
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata
+from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
+from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads
+from tests.unit_tests.core.dist_checkpointing.format.test_safe_unpickle import archive_with
+
+SECONDS = 10  # of processor time: ten times what a payload may take on a machine that is busy
+MEMORY = 512 << 20  # beyond what the process has
+
+PROTO = b"\x80\x04"
+
+
+def doubled(levels: int) -> bytes:
+    """A tuple of two tuples of two tuples ... that are one and the same: hash, repr and == never end."""
+    return PROTO + b")" + b"".join(b"\x94" + bytes([0x68, n]) * 2 + b"\x86" for n in range(levels))
+
+
+def doubled_lists(levels: int) -> bytes:
+    """The same of lists."""
+    return PROTO + b"]\x94" + b"".join(b"]\x94(" + bytes([0x68, n]) * 2 + b"e" for n in range(levels))
+
+
+def deep(opcode: bytes, levels: int) -> bytes:
+    return PROTO + b")" + opcode * levels
+
+
+def call(module: str, name: str, arguments: bytes) -> bytes:
+    """The value of module.name(arguments); `arguments` leaves one tuple."""
+    return b"c" + f"{module}\n{name}\n".encode() + arguments + b"R"
+
+
+def as_key(value: bytes) -> bytes:
+    return b"}" + value.removeprefix(PROTO) + b"Ns."
+
+
+def member(value: bytes) -> bytes:
+    return b"\x8f(" + value.removeprefix(PROTO) + b"\x90."
+
+
+def colliding_ints(count: int) -> bytes:
+    """Their hash is 0."""
+    items = (n * (2**61 - 1) for n in range(count))
+    return b"}(" + b"".join(b"\x8a\x12" + n.to_bytes(18, "little") + b"N" for n in items) + b"u."
+
+
+def colliding_tuples(count: int) -> bytes:
+    return b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(count)) + b"u."
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+SHARED = doubled(60).removeprefix(PROTO)
+DEEP = b")" + b"\x85" * 40_000
+BIG_LIST = b"](" + b"N" * 50_000 + b"e\x94"
+PAYLOADS = {
+    "deep tuple as a key": as_key(deep(b"\x85", 40_000)),
+    "deep tuple in a set": member(deep(b"\x85", 40_000)),
+    "deep tuple in a frozenset": b"(" + deep(b"\x85", 40_000).removeprefix(PROTO) + b"\x91.",
+    "deep tuple in set()": call("builtins", "set", b"](" + DEEP + b"e\x85") + b".",
+    "deep tuple in OrderedDict()": call("collections", "OrderedDict", b"](](" + DEEP + b"Neae\x85") + b".",
+    "deep tuple": deep(b"\x85", 50_000) + b".",
+    "deep list": b"]" * 50_000 + b"a" * 49_999 + b".",
+    "nested slice": b"cbuiltins\nslice\nq\x000K\x00" + b"q\x01" + b"0h\x00h\x01\x85Rq\x01" * 40_000 + b"h\x01.",
+    "memo index": b"Nr\xff\xff\xff\x3f.",
+    "memo index as text": b"Np1073741823\n.",
+    "shared tuples": doubled(60) + b".",
+    "shared tuples as a key": as_key(doubled(60)),
+    "shared tuples in a set": member(doubled(60)),
+    "shared lists": doubled_lists(60) + b".",
+    "shared tuples as arguments of a class": b"csomeproject\nX\n" + SHARED + b"\x81.",
+    "shared tuples as a persistent id": doubled(60) + b"Q.",
+    "shared tuples as a dtype": b"cnumpy\ndtype\n" + SHARED + b"\x85\x81.",
+    "shared tuples as a signal": call("signal", "Signals", SHARED + b"\x85") + b".",
+    "shared tuples as a layout": call("torch.serialization", "_get_layout", SHARED + b"\x85") + b".",
+    "shared tuples as a codec": call("_codecs", "encode", b"N" + SHARED + b"\x86") + b".",
+    "colliding ints": colliding_ints(10_000),
+    "colliding ints in a set": colliding_ints(10_000).replace(b"}(", b"\x8f(", 1)[:-2] + b"\x90.",
+    "tuples as keys": colliding_tuples(30_000),
+    "bytearray of text": call("builtins", "bytearray", text("a" * 60_000) + text("punycode") + b"\x86") + b".",
+    "bytearray of a number": call("builtins", "bytearray", b"J\xff\xff\xff\x7f\x85") + b".",
+    "array of a number": call("numpy.core.multiarray", "_reconstruct", b")")
+    + b"(K\x01K\x01\x85" + call("numpy", "dtype", b"U\x02u1\x85").replace(b"R", b"\x81") + b"\x89J\xff\xff\xff\x7ftb.",
+    "complex of text": call("builtins", "complex", text("1" * 50_000) + b"\x85") + b".",
+    "announced bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "announced bytearray": b"\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "announced text": b"\x8d" + struct.pack("<Q", 1 << 62) + b".",
+    "announced int": b"\x8b\xff\xff\xff\x7f.",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+    "a list copied again and again": BIG_LIST + b"0(" + call("collections", "deque", b"h\x00\x85") * 20_000 + b"t.",
+    "a text copied again and again": text("a" * 50_000) + b"\x940("
+    + call("_codecs", "encode", b"h\x00U\x06latin1\x86") * 20_000 + b"t.",
+    "classes": b"(" + b"".join(b"ca\nb%d\n" % n for n in range(40_000)) + b"t.",
+    "one class again and again": b"(" + b"ca\nb\n" * 40_000 + b"t.",
+    "instances": b"cx\nX\n\x940(" + b"h\x00)\x81" * 50_000 + b"t.",
+    "dictionaries": b"(" + b"}" * 150_000 + b"t.",
+    "memo": b"N" + b"\x94" * 200_000 + b".",
+    "stack": b"(" + b"N" * 200_000 + b"t.",
+    "duplicates": b"(N" + b"2" * 200_000 + b"t.",
+    "no end": b"N0" * 200_000,
+}  # fmt: skip
+
+
+def outcome(function, payload: bytes) -> str:
+    """What `function(payload)` did in a child process: "refused", "loaded", a traceback, or how the process died."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = "no answer"
+        try:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+            spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+            resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS))
+            try:
+                repr(function(payload))
+                status = "loaded"
+            except CheckpointError as error:
+                status = "refused" if len(str(error)) < 2000 and "\n" not in str(error) else "a long message"
+        except BaseException:
+            status = traceback.format_exc()
+        os.write(writer, status.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        status = answer.read()
+    _, code = os.waitpid(child, 0)
+    return status if code == 0 else f"killed by signal {code & 127}"
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_hostile_pickles_cost_nothing(name: str) -> None:
+    payload = PAYLOADS[name]
+    assert outcome(lambda data: safe_load(archive_with(data)), payload) in ("refused", "loaded")
+    assert outcome(lambda data: decode_metadata(data, "here"), payload) == "refused"
+
+
+def tensor_over(record: bytes, shape: bytes, stride: bytes) -> bytes:
+    """An archive with a tensor over one record."""
+    storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
+    pickled = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + stride + b"\x89}tR."
+    writer_buffer = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(writer_buffer)
+    writer.write_record("data.pkl", pickled, len(pickled))
+    writer.write_record("data/0", record, len(record))
+    writer.write_end_of_file()
+    return writer_buffer.getvalue()
+
+
+def test_views_of_one_record_are_bounded(tmp_path) -> None:
+    huge = tensor_over(bytes(16), b"J\xff\xff\xff\x7f\x85", b"K\x00\x85")
+    with pytest.raises(CheckpointError, match="repeats the 4 elements of its storage"):
+        safe_load(huge)
+    rank = b"(" + b"K\x01" * 100 + b"t"
+    with pytest.raises(CheckpointError, match="a tensor of shape or strides a tuple of 100 entries"):
+        safe_load(tensor_over(bytes(16), rank, rank))
+
+
+def test_a_record_that_changed_is_noticed() -> None:
+    content = bytearray(archive_with(pickle.dumps({"iteration": 7}, 2)))
+    place = content.index(b"iteration")
+    content[place] ^= 1
+    with pytest.raises(CheckpointError, match=r"data\.pkl does not have its CRC-32"):
+        safe_load(bytes(content))
+
+
+def test_the_scan_is_of_the_program_that_runs() -> None:
+    """Whatever Python pickles passes, in every protocol."""
+    values = [
+        None, True, 1, -1, 2**31, 2**70, 1.5, "text", "x" * 300, b"bytes", b"y" * 300, bytearray(b"z"), (), (1,),
+        (1, 2), (1, 2, 3), tuple(range(9)), [], [1], list(range(2000)), {}, {1: 2}, {n: (n, [n]) for n in range(900)},
+        {1, 2}, frozenset([1, 2]), [[[[1]]]], {"a": {("k", 1): [1, (2, (3, (4,)))]}}, torch.float32,
+    ]  # fmt: skip
+    for protocol in range(6):
+        scan_pickle(pickle.dumps(values, protocol))
+        if protocol >= 2:
+            assert safe_loads(pickle.dumps(values[:-5], protocol), "here") == values[:-5]

@@ -1,0 +1,367 @@
+"""Asynchronous saves: isolated from what training does, committed without collectives."""
+
+import errno
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    ShardedTensor,
+    is_complete,
+    load,
+    load_common,
+    read_tracker,
+    save,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.saving import commit
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier
+from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE
+from tests.unit_tests.core.dist_checkpointing.saved_state import (
+    Training,
+    assert_holds,
+    assert_sharded,
+    sharded,
+    state_of,
+)
+
+
+@pytest.mark.parametrize("limit", [None, 2 * SLOT_SIZE], ids=["whole", "two slots"])
+def test_a_snapshot_is_isolated(tmp_path, limit):
+    with AsyncSaver(staging_mem_limit=limit) as saver:
+        for seed in range(4):  # the buffers are used again from the second on
+            training = Training(seed)
+            saver.save(training.state(), tmp_path / f"{seed}", common=training.common, volatile={"buffer"})
+            training.change_objects()
+            saver.wait_staged()
+            training.change_tensors()
+            (report,) = saver.finish()
+            assert report.error is None, report.error
+            assert report.staging <= report.writing <= report.total and report.bytes >= 2 * training.weight.nbytes
+            assert_holds(tmp_path / f"{seed}", seed)
+
+
+def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
+    """The files of each save are held back until the test lets go of that one."""
+    gates, real = {name: threading.Event() for name in ("first", "second", "third")}, os.fsync
+
+    def fsync(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        for name, gate in gates.items():
+            if name in path.removeprefix(str(tmp_path)):
+                gate.wait()
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    handles = []
+    with AsyncSaver() as saver:
+        for seed, (name, gate) in enumerate(gates.items()):
+            training = Training(seed)
+            handles.append(saver.save(training.state(), tmp_path / name, common=training.common))
+            assert [handle.done() for handle in handles] == [True] * seed + [False] and saver.busy
+            gate.set()
+            saver.wait_staged()
+            training.change_tensors()
+        reports = saver.finish()
+        assert [report.error for report in reports] == [None] * 3
+        assert [report.directory.name for report in reports] == list(gates)
+        assert saver.poll() == [] and not saver.busy
+    for seed, name in enumerate(gates):
+        assert_holds(tmp_path / name, seed)
+
+
+def test_the_tracker_moves_after_the_commit(tmp_path):
+    training = Training(3, rows=1000)
+    seen = []
+
+    def on_commit():
+        seen.append(is_complete(tmp_path / "iter_0000003"))
+        write_tracker(tmp_path, 3)
+
+    with AsyncSaver() as saver:
+        saver.save(training.state(), tmp_path / "iter_0000003", common={}, on_commit=on_commit)
+    assert seen == [True] and read_tracker(tmp_path) == 3
+
+
+def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
+    def on_commit():
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with AsyncSaver() as saver:
+        report = saver.save(Training(0, 1000).state(), tmp_path / "c", common={}, on_commit=on_commit).wait()
+    assert "committed, but what follows" in report.error and "Read-only" in report.error
+    assert is_complete(tmp_path / "c") and os.listdir(tmp_path) == ["c"]
+
+
+def test_prepare_makes_the_first_save_like_the_others(tmp_path):
+    training = Training(1)
+    with AsyncSaver() as saver:
+        saver.prepare(training.state())
+        report = saver.save(training.state(), tmp_path / "c", common=training.common).wait()
+        assert report.error is None
+    assert_holds(tmp_path / "c", 1)
+
+
+def test_the_structure_may_change_or_be_held_constant(tmp_path):
+    def state(names):
+        return {name: ShardedTensor.replicated(name, torch.full((50, 3), float(ord(name)))) for name in names}
+
+    with AsyncSaver() as saver:
+        for names in ("a", "abc", "bc"):
+            assert saver.save(state(names), tmp_path / names, common={}).wait().error is None
+            loaded = {key: ShardedTensor.replicated(key, torch.zeros(50, 3)) for key in names}
+            load(loaded, tmp_path / names)
+            assert all(loaded[key].local[0, 0] == ord(key) for key in names)
+    with AsyncSaver(assume_constant_structure=True) as saver:
+        saver.save(state("ab"), tmp_path / "x", common={}).wait()
+        assert saver.save(state("ab"), tmp_path / "y", common={}).wait().error is None
+        with pytest.raises(CheckpointError, match="said to be constant.*: c"):
+            saver.save(state("abc"), tmp_path / "z", common={})
+
+
+def saves_counting_collectives(rank, size, root, constant):
+    calls = []
+    names = ("all_reduce", "gather_object", "scatter_object_list", "all_gather_object", "barrier", "broadcast")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in names:
+            real = getattr(dist, name)
+            monkeypatch.setattr(dist, name, lambda *a, _real=real, _n=name, **k: (calls.append(_n), _real(*a, **k))[1])
+        with AsyncSaver(assume_constant_structure=constant) as saver:
+            counts = []
+            for value in range(3):
+                state = sharded(rank, size, value)
+                handle = saver.save(state, f"{root}/{value}", common={"value": value})
+                saver.wait_staged()
+                state["split"].local.zero_()
+                assert handle.wait(60).error is None, handle.wait().error
+                counts.append(list(calls))
+                calls.clear()
+    return counts
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_later_saves_need_no_collectives(pool, tmp_path, constant):
+    for counts in pool.run(saves_counting_collectives, 3, str(tmp_path), constant):
+        assert "gather_object" in counts[0] and "scatter_object_list" in counts[0]
+        assert counts[1:] == [[] if constant else ["all_reduce"]] * 2
+    for value in range(3):
+        assert_sharded(tmp_path / str(value), 3, value)
+        assert load_common(tmp_path / str(value)) == {"value": value}
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
+class ScriptedStore(dist.Store):
+    """A store in which every wait but the last runs out of time, and progress goes as the test says."""
+
+    def __init__(self, progress):
+        super().__init__()
+        self.progress, self.waits = progress, 0
+
+    def wait(self, keys, timeout=None):
+        self.waits += 1
+        if self.waits < len(self.progress):
+            raise RuntimeError("wait timeout")
+
+    def add(self, key, value):
+        return self.progress[min(self.waits, len(self.progress) - 1)]
+
+    def get(self, key):
+        return b"[null, false]"
+
+    def check(self, keys):
+        return False
+
+
+def test_progress_of_any_rank_keeps_a_save_alive():
+    lively = SaveBarrier(ScriptedStore([n // 3 for n in range(50)]), "save", 1, 2, timeout=600)
+    assert lively.await_end() == Outcome()
+    silent = SaveBarrier(ScriptedStore([1, 2, 3, *[4] * 50]), "save", 1, 2, timeout=600)
+    with pytest.raises(CheckpointError, match="nothing was heard from rank 0 for 600 s"):
+        silent.await_end()
+
+
+def rewriting(rank, size, root, patient):
+    """Rank 0 rewrites until rank 1 has given up, or as long as it likes while it shows progress."""
+    gave_up = Path(root, "gave_up")
+
+    def rewrite(directory, progress):
+        for _ in range(30):
+            progress(1)
+        while not (patient or gave_up.exists()):
+            time.sleep(0.01)
+        (directory / "added").write_text("a file of another form")
+
+    with AsyncSaver(timeout=60 if patient else 4) as saver:
+        error = saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
+        if rank == 1:
+            gave_up.touch()
+        dist.barrier()
+        return error
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, patient):
+    errors = pool.run(rewriting, 2, str(tmp_path), patient)
+    assert errors[0] is None
+    assert errors[1] is None if patient else "nothing was heard from rank 0 for 4 s" in errors[1]
+    assert (tmp_path / "0/added").read_text() == "a file of another form"
+    assert_sharded(tmp_path / "0", 2, 0)
+
+
+class Held:
+    """Holds the background of a save at its first use of a function of `os`, until the test lets go."""
+
+    def __init__(self, monkeypatch, name):
+        self.reached, self.go = threading.Event(), threading.Event()
+        real = getattr(os, name)
+
+        def call(*args, **kwargs):
+            if threading.current_thread() is not threading.main_thread() and not self.go.is_set():
+                self.reached.set()
+                self.go.wait()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize("name", ["mkdir", "statvfs", "open"])
+def test_slow_file_systems_do_not_hold_training_up(tmp_path, monkeypatch, name):
+    """The state is staged, and may change, while the file system has not answered yet."""
+    training = Training(5)
+    with AsyncSaver() as saver:
+        held = Held(monkeypatch, name)
+        handle = saver.save(training.state(), tmp_path / "c", common=training.common, volatile={"buffer"})
+        training.change_objects()
+        held.reached.wait()
+        saver.wait_staged()
+        training.change_tensors()
+        assert saver.busy and saver.poll() == []
+        held.go.set()
+        assert handle.wait().error is None
+    assert_holds(tmp_path / "c", 5)
+
+
+def test_the_removal_of_a_failed_save_does_not_hold_training_up(tmp_path, monkeypatch):
+    training = Training(0, rows=1000)
+    with AsyncSaver() as saver:
+        held = Held(monkeypatch, "rmdir")
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "check_free_space", lambda *_: 1 / 0)
+            saver.save(training.state(), tmp_path / "bad", common={})
+            saver.wait_staged()
+            held.reached.wait()
+        assert saver.busy
+        held.go.set()
+        (report,) = saver.finish()
+        assert "ZeroDivisionError" in report.error
+    assert os.listdir(tmp_path) == []
+
+
+class CallCounter:
+    """The uses of files under `root` by this process: those that Python reports to audit hooks, and the rest."""
+
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.utime")
+
+    def __init__(self, monkeypatch, root):
+        self.root, self.calls, self.active = root, [], True
+        sys.addaudithook(lambda event, args: event in self.EVENTS and self.note(event, *args))
+        for name in ("stat", "lstat", "statvfs"):
+            monkeypatch.setattr(os, name, self._noted(name, getattr(os, name)))
+
+    def _noted(self, name, real):
+        def call(*args, **kwargs):
+            self.note(name, *args)
+            return real(*args, **kwargs)
+
+        return call
+
+    def note(self, name, path, *_):
+        if self.active and str(path).startswith(self.root):
+            self.calls.append(name)
+
+
+def counting_calls(rank, size, root, slow):
+    """Uses of files in the second save of this rank; with `slow`, rank 1 is done long after rank 0."""
+    with pytest.MonkeyPatch.context() as monkeypatch, AsyncSaver(timeout=60) as saver:
+        counter = CallCounter(monkeypatch, root)
+        for value in range(2):
+            counter.calls = []
+            held = Held(monkeypatch, "fsync") if slow and rank == 1 else None
+            saver.save(sharded(rank, size, value), f"{root}/{value}", common={})
+            if held is not None:
+                held.reached.wait()
+                time.sleep(0.3)  # polling would show
+                held.go.set()
+            assert saver.finish()[0].error is None
+            dist.barrier()
+        counter.active = False
+        return sorted(counter.calls)
+
+
+def test_ranks_wait_without_asking_the_file_system(pool, tmp_path):
+    """At most 3 calls for each file written and 5 more, however long the others take."""
+    quick = pool.run(counting_calls, 2, str(tmp_path / "quick"), False)
+    slow = pool.run(counting_calls, 2, str(tmp_path / "slow"), True)
+    assert quick == slow
+    assert [calls.count("statvfs") for calls in quick] == [1, 0], "the free space is checked once, before anyone writes"
+    files = [path.name for path in (tmp_path / "quick/1").iterdir()]
+    written = [sum(name.startswith(f"__{rank}_") for name in files) for rank in range(2)]
+    written[0] += len([name for name in files if not name.startswith("__")])
+    for calls, count in zip(quick, written, strict=True):
+        assert len(calls) <= 3 * count + 5, (calls, count)
+
+
+LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a piece
+    "matrix": torch.arange(3_000_000, dtype=torch.float32).view(3000, 1000),
+    "wide": torch.arange(5_000_000, dtype=torch.int32).view(2, -1),
+    "vector": torch.arange(7, dtype=torch.bfloat16),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+}
+
+
+def lazy_state():
+    def reader(value):
+        return lambda offset, shape: value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    return {key: ShardedTensor.lazy(key, tuple(value.shape), value.dtype, reader(value)) for key, value in LAZY.items()}
+
+
+def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
+    written = []
+    save(state_of(**LAZY), tmp_path / "live", common={}, workers=2)
+    save(lazy_state(), tmp_path / "lazy", common={}, workers=2, progress=written.append)
+    files = sorted(path.name for path in (tmp_path / "live").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__0_1.distcp"]
+    assert all((tmp_path / "lazy" / name).read_bytes() == (tmp_path / "live" / name).read_bytes() for name in files)
+    assert sum(written) == sum((tmp_path / "lazy" / name).stat().st_size for name in files)
+
+
+def test_an_interrupted_save_is_cancelled(tmp_path):
+    """The exception of the caller comes through, and nothing is left behind."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck(offset, shape):
+        begun.set()
+        go_on.wait()
+        return torch.zeros(shape)
+
+    class Saver(AsyncSaver):
+        def close(self):  # the last that leaving the block does: the save is cancelled by now
+            go_on.set()
+            super().close()
+
+    state = {"matrix": ShardedTensor.lazy("matrix", (9_000_000,), torch.float32, stuck)}
+    with pytest.raises(KeyboardInterrupt), Saver(workers=1) as saver:
+        handle = saver.save(state, tmp_path / "interrupted", common={})
+        begun.wait()
+        raise KeyboardInterrupt
+    assert "cancelled" in handle.wait().error and os.listdir(tmp_path) == []

@@ -1,0 +1,218 @@
+"""A save that fails says why and leaves nothing, on every rank, and the next one succeeds."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    ShardedTensor,
+    save,
+)
+from megatron.core.dist_checkpointing.saving import prepared_plan, shard_file
+from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
+
+
+class Fault:
+    """Makes a system call of the writers fail from its n-th use on."""
+
+    def __init__(self, monkeypatch, name, code, after):
+        self.real, self.calls, self.lock = getattr(os, name), 0, threading.Lock()
+
+        def call(*args, **kwargs):
+            if name == "open" and not str(args[0]).endswith(".distcp"):
+                return self.real(*args, **kwargs)
+            with self.lock:
+                self.calls += 1
+                failing = self.calls > after
+            if failing:
+                raise OSError(code, os.strerror(code))
+            return self.real(*args, **kwargs)
+
+        monkeypatch.setattr(shard_file.os, name, call)
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fsync", "open", "ftruncate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code):
+    training = Training(0)
+    with AsyncSaver() as saver:
+        assert saver.save(training.state(), tmp_path / "good", common=training.common).wait().error is None
+        open_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Fault(monkeypatch, name, code, after=1)
+            saver.save(training.state(), tmp_path / "bad", common=training.common)
+            saver.wait_staged()
+            reports = saver.finish()
+        assert [os.strerror(code) in report.error for report in reports[-1:]] == [True]
+        assert not (tmp_path / "bad").exists()
+        assert os.listdir(tmp_path) == ["good"]
+        if open_files:
+            assert len(os.listdir("/proc/self/fd")) == open_files
+        report = saver.save(training.state(), tmp_path / "next", common=training.common).wait()
+        assert report.error is None
+    assert sorted(os.listdir(tmp_path)) == ["good", "next"]
+    assert_holds(tmp_path / "good", 0)
+    assert_holds(tmp_path / "next", 0)
+
+
+def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
+    """A file system that accepts O_DIRECT at open and refuses the write."""
+    real, refused = os.pwrite, []
+
+    def pwrite(descriptor, data, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(shard_file.os, "pwrite", pwrite)
+    training = Training(2)
+    save(training.state(), tmp_path / "c", common=training.common)
+    assert refused
+    assert_holds(tmp_path / "c", 2)
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(
+        shard_file.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset)
+    )
+    training = Training(2, rows=10_000)
+    save(training.state(), tmp_path / "c", common=training.common)
+    assert_holds(tmp_path / "c", 2, rows=10_000)
+
+
+def test_free_space_is_checked_before_the_first_byte(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+    fields = list(real)
+    fields[4] = 10  # f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    with pytest.raises(CheckpointError, match=r"needs 0\.10 GB, 0\.00 GB are free"):
+        save(Training(0).state(), tmp_path / "c", common={})
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+FILE_SIZE_LIMIT = """
+import resource, sys, torch
+from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor
+resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, 20 << 20))
+state = {"w": ShardedTensor.replicated("w", torch.zeros(16 << 20))}
+small = {"w": ShardedTensor.replicated("w", torch.ones(1 << 20))}
+with AsyncSaver() as saver:
+    print(saver.save(state, sys.argv[1] + "/big", common={}).wait().error)
+    print(saver.save(small, sys.argv[1] + "/small", common={}).wait().error)
+"""
+
+
+def test_the_kernel_refuses_the_file(tmp_path):
+    """A real error of a real write: the limit on file sizes."""
+    result = subprocess.run(
+        [sys.executable, "-c", FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+    )
+    first, second = result.stdout.strip().splitlines()
+    assert "File too large" in first and second == "None"
+    assert os.listdir(tmp_path) == ["small"]
+
+
+@contextlib.contextmanager
+def small_tmpfs(path):
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk(tmp_path):
+    """A file system that fills up after the check of its free space."""
+    with small_tmpfs(tmp_path / "disk") as disk:
+        small = {"w": ShardedTensor.replicated("w", torch.ones(1 << 20))}
+        big = {"w": ShardedTensor.replicated("w", torch.ones(8 << 20))}
+        with AsyncSaver() as saver:
+            assert saver.save(small, disk / "1", common={}).wait().error is None
+            (disk / "other").write_bytes(bytes(20 << 20))
+            assert "are free" in saver.save(big, disk / "2", common={}).wait().error
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr("megatron.core.dist_checkpointing.saving.commit.check_free_space", lambda *_: None)
+                assert "No space left" in saver.save(big, disk / "2", common={}).wait().error
+            (disk / "other").unlink()
+            assert saver.save(small, disk / "3", common={}).wait().error is None
+        assert sorted(os.listdir(disk)) == ["1", "3"]
+
+
+def failing_rank(rank, size, root, broken):
+    with AsyncSaver() as saver:
+        results = []
+        for value in range(3):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if value == 1 and rank == broken:
+                    Fault(monkeypatch, "pwrite", errno.EIO, after=0)
+                handle = saver.save(sharded(rank, size, value), f"{root}/{value}", common={})
+                results.append(handle.wait(60).error)
+            dist.barrier()
+    return results
+
+
+@pytest.mark.parametrize("broken", [0, 2])
+def test_one_failing_rank_fails_the_save_everywhere(pool, tmp_path, broken):
+    results = pool.run(failing_rank, 3, str(tmp_path), broken)
+    for rank, (first, second, third) in enumerate(results):
+        assert first is None and third is None
+        assert "Input/output error" in second, (rank, second)
+        assert rank == broken or broken == 0 or "rank 2" in second
+    assert sorted(os.listdir(tmp_path)) == ["0", "2"]
+    assert_sharded(tmp_path / "0", 3, 0)
+    assert_sharded(tmp_path / "2", 3, 2)
+
+
+def silent_rank(rank, size, root, victim):
+    """What the other rank says of a save to which `victim` does not come."""
+    answered = Path(root, "answered")
+    with AsyncSaver() as saver:
+        assert saver.save(sharded(rank, size, 0), f"{root}/0", common={}).wait().error is None
+    saver = AsyncSaver(timeout=1, assume_constant_structure=True)  # no collective with the silent
+    saver.prepare(sharded(rank, size, 1))
+    error = None
+    if rank == victim:
+        while not answered.exists():
+            time.sleep(0.02)
+    else:
+        error = saver.save(sharded(rank, size, 1), f"{root}/1", common={}).wait().error
+        answered.touch()
+    saver.close()
+    return error
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_silent_rank_fails_the_save(pool, tmp_path, victim):
+    error = pool.run(silent_rank, 2, str(tmp_path), victim)[1 - victim]
+    assert f"nothing was heard from rank {victim} for 1 s" in error
+    assert not (tmp_path / "1").exists()
+    assert_sharded(tmp_path / "0", 2, 0)
+
+
+def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
+    training = Training(0, rows=10)
+    with AsyncSaver() as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
+            for name in ("first", "second"):
+                error = saver.save(training.state(), tmp_path / name, common=training.common).wait().error
+                assert error == "IndexError: list index out of range"
+        assert saver.save(training.state(), tmp_path / "third", common=training.common).wait().error is None
+    assert os.listdir(tmp_path) == ["third"]
+    assert_holds(tmp_path / "third", 0, rows=10)

@@ -1,0 +1,182 @@
+"""What the optimizer stores and takes back: boxes of any layout, the plain part, and the padding of the vocabulary."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from tests.compare import assert_same
+from tests.tiny_ddp_model import HIDDEN, PADDED_VOCAB, VOCAB, assemble, boxes_of, build, fill, run, snapshot
+
+ONE = ParallelState.for_rank(ParallelConfig())
+SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=500)
+ADAM = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95}
+SGD = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def spoil(chunk, optimizer):
+    """Make everything garbage, as in memory just allocated."""
+    for bucket in chunk.buckets:
+        for param in bucket.params:
+            param.detach().fill_(float("nan"))
+    for shard in optimizer.shards:
+        for piece in shard.bucket.pieces():
+            for data in shard.tensors.values():
+                data[piece.start : piece.stop] = float("nan")
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD, {**SGD, "sgd_momentum": 0.0}], ids=["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_resumed_is_uninterrupted(config, dtype):
+    config = OptimizerConfig(**config, initial_loss_scale=2.0**16)
+    chunk, optimizer = build(ONE, SHARDED, config, dtype)
+    run(chunk, optimizer, range(3))
+    stored, plain_state = snapshot(chunk, optimizer), copy.deepcopy(optimizer.state_dict())
+    run(chunk, optimizer, range(3, 6))
+
+    other, other_optimizer = build(ONE, DistributedDataParallelConfig(), config, dtype)
+    spoil(other, other_optimizer)
+    model_state = other.sharded_state_dict()
+    fill({**model_state, **other_optimizer.sharded_state_dict(model_state)}, stored)
+    other_optimizer.load_state_dict(plain_state, model_state)
+    run(other, other_optimizer, range(3, 6))
+    assert_same(snapshot(chunk, optimizer), snapshot(other, other_optimizer))
+    assert repr(optimizer.state_dict()) == repr(other_optimizer.state_dict())
+
+
+def test_the_model_follows_the_loaded_main_parameters():
+    """A bf16 checkpoint resumed in fp32: the main parameters are the more precise ones."""
+    chunk, optimizer = build(ONE, dtype=torch.bfloat16)
+    run(chunk, optimizer, range(3))
+    stored = snapshot(chunk, optimizer)
+    other, other_optimizer = build(ONE)
+    model_state = other.sharded_state_dict()
+    fill(model_state, stored)
+    fill(other_optimizer.sharded_state_dict(model_state), stored)
+    other_optimizer.load_state_dict(optimizer.state_dict(), model_state)
+    for name in model_state:
+        assert torch.equal(snapshot(other, other_optimizer)[name], stored[f"optimizer.state.param.{name}"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_alone(dtype):
+    donor, other = build(ONE, dtype=dtype)
+    run(donor, other, range(2))
+    chunk, optimizer = build(ONE, SHARDED, dtype=dtype)
+    spoil(chunk, optimizer)
+    model_state = chunk.sharded_state_dict()
+    fill(model_state, assemble([boxes_of(donor.sharded_state_dict())]))
+    optimizer.reload_model_params(model_state)
+    for name, param in chunk.module.named_parameters():
+        assert torch.equal(param, dict(donor.module.named_parameters())[name]), name
+    for shard in optimizer.shards:
+        assert torch.equal(shard.param, shard.bucket.param_shard.float())
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_stays_zero(config, dtype):
+    chunk, optimizer = build(ONE, SHARDED, OptimizerConfig(**config, initial_loss_scale=2.0**10), dtype, tied=False)
+    run(chunk, optimizer, range(10))
+    padded = {id(chunk.module.word_embeddings.weight), id(chunk.module.output_layer.weight)}
+    seen = 0
+    for shard in optimizer.shards:
+        for data in (*shard.tensors.values(), shard.bucket.param_shard, shard.bucket.grad_shard):
+            gaps = torch.ones_like(data, dtype=torch.bool)
+            for piece in shard.bucket.pieces():
+                gaps[piece.start : piece.stop] = False
+                if id(piece.param) in padded:
+                    assert not data[piece.start : piece.stop].view(PADDED_VOCAB, -1)[VOCAB:].any()
+                    seen += 1
+            assert not data[gaps].any(), "elements of no parameter"
+    assert seen >= 2 * 3
+
+
+def test_state_dict_is_megatron_lms():
+    _, optimizer = build(ONE, config=OptimizerConfig(lr=0.01, decoupled_lr=0.02), dtype=torch.float16)
+    state = optimizer.state_dict()
+    assert state["param_state_sharding_type"] == "fully_reshardable"
+    groups = state["optimizer"]["param_groups"]
+    assert [(g["wd_mult"], g["is_decoupled_lr"]) for g in groups] == [(1.0, False), (0.0, False), (1.0, True)]
+    for group in groups:
+        assert set(group) == {
+            "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "lr",
+            "bias_correction", "betas", "eps", "weight_decay", "step",
+        }  # fmt: skip
+        assert type(group["step"]) is int
+    assert set(state["grad_scaler"]) == {"scale", "growth_tracker", "hysteresis_tracker"}
+
+
+@pytest.mark.parametrize("steps", [(3, 4), (None, 3)])
+def test_a_checkpoint_without_a_clear_step_is_refused(steps):
+    chunk, optimizer = build(ONE)
+    state = optimizer.state_dict()
+    for group, step in zip(state["optimizer"]["param_groups"], steps, strict=True):
+        group["step"] = step
+        if step is None:
+            del group["step"]
+    with pytest.raises(ValueError, match="--no-load-optim"):
+        optimizer.load_state_dict(state, chunk.sharded_state_dict())
+
+
+def test_other_hyperparameters_are_reported(caplog):
+    chunk, optimizer = build(ONE)
+    other, other_optimizer = build(ONE, config=OptimizerConfig(lr=0.1, adam_beta2=0.95))
+    with caplog.at_level(logging.WARNING):
+        other_optimizer.load_state_dict(optimizer.state_dict(), other.sharded_state_dict())
+    assert "betas: the checkpoint has {(0.9, 0.999)}, continuing with {(0.9, 0.95)}" in caplog.text
+    assert "eps" not in caplog.text
+    assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 4)])
+def test_every_element_of_every_layout_is_where_it_belongs(tp, dp, dtype):
+    """All ranks of a layout take global tensors through their boxes; compared with slicing dense padded tensors.
+
+    As it holds for any layout, state goes unchanged from any to any other.
+    """
+    config, boxes = ParallelConfig(tensor_model_parallel_size=tp), []
+    for rank in range(tp * dp):
+        ps = ParallelState.for_rank(config, tp * dp, rank)
+        chunk, optimizer = build(ps, SHARDED, dtype=dtype, tied=False)
+        spoil(chunk, optimizer)
+        model_state = chunk.sharded_state_dict()
+        state = optimizer.sharded_state_dict(model_state)
+        values = {key: random_values(key, entry.global_shape) for key, entry in state.items()}
+        fill(state, values)
+        optimizer._zero_padding(model_state)
+        names = {id(param): name for name, param in chunk.module.named_parameters()}
+        for shard in optimizer.shards:
+            for piece in shard.bucket.pieces():
+                for kind, data in shard.tensors.items():
+                    dense = local_values(f"optimizer.state.{kind}.{names[id(piece.param)]}", piece, ps)
+                    got = data[piece.start : piece.stop]
+                    assert torch.equal(got, dense.flatten()[piece.param_start :][: len(got)])
+        boxes.append(boxes_of(state))
+    whole = assemble(boxes)
+    assert len(whole) == 3 * len(names)
+    assert_same(whole, {key: random_values(key, value.shape) for key, value in whole.items()})
+
+
+def random_values(key, shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(key.encode())))
+
+
+def local_values(key, piece, ps):
+    """What the rank's parameter holds, computed without boxes."""
+    rows, *columns = piece.param.shape
+    if not piece.info.tp_split:
+        return random_values(key, piece.param.shape)
+    rows *= ps.tp.size
+    vocabulary = "embeddings" in key or "output" in key
+    assert rows == (PADDED_VOCAB if vocabulary else HIDDEN)
+    dense = torch.zeros(rows, *columns)
+    values = random_values(key, (VOCAB if vocabulary else rows, *columns))
+    dense[: len(values)] = values
+    return dense.chunk(ps.tp.size)[ps.tp.rank]

@@ -1,0 +1,223 @@
+"""Schedules, proven by simulation: no deadlock, messages match, textbook order, memory and bubble."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.core.pipeline_parallel import Action, Message, Tick, schedule
+from tests.unit_tests.core.pipeline_parallel.pipeline_simulator import Deadlock, simulate
+
+LAYOUTS = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
+
+
+def microbatch_counts(pp: int, vpp: int) -> list[int]:
+    if vpp == 1:
+        return sorted({1, 2, pp - 1, pp, pp + 1, 2 * pp + 1, 32} - {0})
+    return list(range(pp, 33, pp))
+
+
+def groups(pp: int, vpp: int) -> list[tuple[int, int]]:
+    """(microbatches, group size) with groups larger than the pipeline, also with a smaller last one."""
+    if vpp == 1:
+        return []
+    return [
+        (m, g) for g in (pp, pp + 1, 2 * pp + 1) for m in (g, g + pp, 3 * g, 2 * g + pp + 1, pp) if _possible(m, g, pp)
+    ]
+
+
+def _possible(m: int, g: int, pp: int) -> bool:
+    return m % g == 0 or m % g >= pp
+
+
+def ticks_of(pp: int, vpp: int, m: int, forward_only: bool = False, group: int | None = None) -> list[list[Tick]]:
+    return [list(schedule(rank, pp, vpp, m, forward_only, group)) for rank in range(pp)]
+
+
+def ranks_of(pp: int, vpp: int) -> Iterator[tuple[int, int, list[Tick]]]:
+    """(microbatches, rank, its ticks) for every number of microbatches and every rank."""
+    for m in microbatch_counts(pp, vpp):
+        for rank, ticks in enumerate(ticks_of(pp, vpp, m)):
+            yield m, rank, ticks
+
+
+def actions_of(ticks: list[Tick]) -> list[Action]:
+    return [tick.action for tick in ticks if tick.action]
+
+
+def textbook_warmup(rank: int, pp: int, vpp: int, size: int | None = None) -> int:
+    """Forward passes before the first pair (forward, backward), Narayanan et al. 2021."""
+    return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (size or pp)
+
+
+def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None) -> list[Action]:
+    """Warmup, pairs, cooldown as an explicit loop."""
+    count = m * vpp
+    size = size or pp if vpp > 1 else m
+    visits = [
+        (chunk, microbatch)
+        for group in range(0, m, size)
+        for chunk in range(vpp)
+        for microbatch in range(group, min(group + size, m))
+    ]
+    warmup = min(textbook_warmup(rank, pp, vpp, min(size, m)), count)
+    forward = [Action("forward", chunk, microbatch) for chunk, microbatch in visits]
+    backward = [Action("backward", vpp - 1 - chunk, microbatch) for chunk, microbatch in visits]
+    pairs = zip(forward[warmup:], backward, strict=False)
+    return forward[:warmup] + [action for pair in pairs for action in pair] + backward[count - warmup :]
+
+
+def peak_in_flight(actions: list[Action]) -> int:
+    """Most forward passes whose backward pass is still to come."""
+    peak = in_flight = 0
+    for action in actions:
+        in_flight += 1 if action.kind == "forward" else -1
+        peak = max(peak, in_flight)
+    return peak
+
+
+def test_enough_configurations():
+    assert sum(len(microbatch_counts(pp, vpp)) for pp, vpp in LAYOUTS) >= 200
+
+
+@pytest.mark.parametrize("mode", ["rendezvous", "overlap", "buffered"])
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_no_deadlock_matching_messages_and_ideal_bubble(pp, vpp, forward_only, mode):
+    for m in microbatch_counts(pp, vpp):
+        traces = simulate(ticks_of(pp, vpp, m, forward_only), mode, forward=1.0, backward=2.0)
+        per_action = 1.0 if forward_only else 3.0
+        ideal, bubble = m * vpp * per_action, (pp - 1) * per_action
+        assert max(trace.end for trace in traces) == ideal + bubble, (pp, vpp, m)
+        assert max(trace.peak_unused_inputs for trace in traces) <= 2, (pp, vpp, m)
+
+
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_every_pass_once_in_the_textbook_order(pp, vpp):
+    for m, rank, ticks in ranks_of(pp, vpp):
+        actions = actions_of(ticks)
+        assert actions == textbook_order(rank, pp, vpp, m)
+        everything = [(chunk, microbatch) for chunk in range(vpp) for microbatch in range(m)]
+        place = {action: i for i, action in enumerate(actions)}
+        assert len(place) == len(actions) == 2 * len(everything)
+        assert all(place[("forward", *work)] < place[("backward", *work)] for work in everything)
+
+
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_activations_in_flight(pp, vpp):
+    for m, rank, ticks in ranks_of(pp, vpp):
+        textbook = pp - rank if vpp == 1 else (vpp - 1) * pp + 2 * (pp - rank) - 1
+        assert peak_in_flight(actions_of(ticks)) == min(textbook, m * vpp)
+
+
+@pytest.mark.parametrize("pp,vpp", [(2, 2), (3, 3), (4, 2), (5, 4)])
+def test_groups_larger_than_the_pipeline(pp, vpp):
+    for m, size in groups(pp, vpp):
+        ticks = ticks_of(pp, vpp, m, group=size)
+        for mode in ("rendezvous", "overlap", "buffered"):
+            traces = simulate(ticks, mode, forward=1.0, backward=2.0)
+            assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (pp, vpp, m, size, mode)
+            assert max(trace.peak_unused_inputs for trace in traces) <= 2 + 2 * (size - pp), (pp, vpp, m, size, mode)
+        for rank in range(pp):
+            actions = actions_of(ticks[rank])
+            assert actions == textbook_order(rank, pp, vpp, m, size)
+            in_flight = (vpp - 1) * min(size, m) + 2 * (pp - rank) - 1
+            assert peak_in_flight(actions) == min(in_flight, m * vpp)
+
+
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_nothing_is_exchanged_beyond_the_ends_of_the_model(pp, vpp):
+    last = pp * vpp - 1
+    for _, rank, ticks in ranks_of(pp, vpp):
+        received = set()
+        for tick in ticks:
+            if tick.action:
+                virtual_stage = tick.action.chunk * pp + rank
+                first, final = (0, last) if tick.action.kind == "forward" else (last, 0)
+                assert (tick.action in received) == (virtual_stage != first)
+                assert (tick.send is not None) == (virtual_stage != final)
+            else:
+                assert tick.send is None and tick.receive is not None
+            if tick.receive:
+                received.add(tick.receive.input_of)
+
+
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_phases(pp, vpp):
+    for m, rank, ticks in ranks_of(pp, vpp):
+        phases = [tick.phase for tick in ticks]
+        assert phases == sorted(phases, key=["warmup", "steady", "cooldown"].index)
+        kinds = {phase: [t.action.kind for t in ticks if t.action and t.phase == phase] for phase in phases}
+        warmup = min(textbook_warmup(rank, pp, vpp), m * vpp - 1)
+        assert kinds.get("warmup", []) == ["forward"] * warmup
+        assert kinds["steady"] == ["forward", "backward"] * (m * vpp - warmup)
+        assert kinds.get("cooldown", []) == ["backward"] * warmup
+
+
+@pytest.mark.parametrize("pp,vpp", LAYOUTS)
+def test_forward_only_is_the_forward_passes(pp, vpp):
+    m = microbatch_counts(pp, vpp)[-1]
+    for both, forward_only in zip(ticks_of(pp, vpp, m), ticks_of(pp, vpp, m, forward_only=True), strict=True):
+        assert [a for a in actions_of(both) if a.kind == "forward"] == actions_of(forward_only)
+        assert {tick.phase for tick in forward_only} == {"steady"}
+
+
+def test_one_stage_is_gradient_accumulation():
+    assert actions_of(list(schedule(0, 1, 1, 2))) == [
+        Action("forward", 0, 0),
+        Action("backward", 0, 0),
+        Action("forward", 0, 1),
+        Action("backward", 0, 1),
+    ]
+    assert all(tick.send is None and tick.receive is None for tick in schedule(0, 1, 1, 4))
+
+
+def test_two_stages_tick_by_tick():
+    f, b = (lambda m: Action("forward", 0, m)), (lambda m: Action("backward", 0, m))
+    assert list(schedule(0, 2, 1, 2)) == [
+        Tick(0, "warmup", f(0), Message(1, f(0)), None),
+        Tick(1, "steady", f(1), Message(1, f(1)), None),
+        Tick(2, "steady", None, None, Message(1, b(0))),
+        Tick(3, "steady", b(0), None, None),
+        Tick(4, "cooldown", None, None, Message(1, b(1))),
+        Tick(5, "cooldown", b(1), None, None),
+    ]
+
+
+def test_the_simulator_sees_deadlocks():
+    """Receiving an input right after the action before its use deadlocks the interleaved schedule under rendezvous."""
+    pipeline = ticks_of(2, 2, 4)
+    late = []
+    for ticks in pipeline:
+        arrivals = {tick.receive.input_of: tick.receive for tick in ticks if tick.receive}
+        acting = [tick for tick in ticks if tick.action]
+        following = [arrivals.get(tick.action) for tick in acting[1:]] + [None]
+        first = Tick(-1, "warmup", None, None, arrivals.get(acting[0].action))
+        late.append([first] + [t._replace(receive=r) for t, r in zip(acting, following, strict=True)])
+    simulate(late, "buffered")
+    with pytest.raises(Deadlock):
+        simulate(late, "rendezvous")
+
+
+def test_the_simulator_sees_messages_in_wrong_order():
+    pipeline = ticks_of(2, 1, 2)
+    first, second = (i for i, tick in enumerate(pipeline[1]) if tick.receive)
+    a, b = pipeline[1][first], pipeline[1][second]
+    pipeline[1][first], pipeline[1][second] = a._replace(receive=b.receive), b._replace(receive=a.receive)
+    with pytest.raises(AssertionError, match="is sent where"):
+        simulate(pipeline, "buffered")
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ((0, 2, 2, 3), "3 microbatches leave 1"),
+        ((0, 4, 2, 8, False, 3), "stage 3 must be at least the 4 stages"),
+        ((0, 4, 2, 13, False, 5), "groups of 5, .* not than the 4 stages: 13 microbatches leave 3"),
+        ((0, 1, 2, 2), "needs more than one pipeline stage"),
+        ((2, 2, 1, 2), "pipeline rank 2 is not part of a pipeline of 2"),
+        ((0, 2, 1, 0), "number of microbatches 0 must be positive"),
+    ],
+)
+def test_impossible_sizes_are_explained(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        next(schedule(*arguments))
