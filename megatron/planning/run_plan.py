@@ -90,6 +90,7 @@ class RunPlan:
             ("total memory", [m.total for m in memory]),
             ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
             ("sent per step: TP", [t.tp.wire for t in traffic]),
+            ("sent per step: CP", [t.cp.wire for t in traffic]),
             ("sent per step: PP", [t.pp.wire for t in traffic]),
             ("sent per step: DP", [t.dp.wire for t in traffic]),
             ("sent: tied embedding", [t.embedding.wire for t in traffic]),
@@ -131,6 +132,8 @@ def activation_memory(run: RunShape) -> ActivationMemory:
         padded_vocab_size(vocab_size, run.vocab_divisor, tp_size) // tp_size,
         run.data_mask,
         run.device_type,
+        run.parallel.cp_size,
+        run.parallel.cp_comm_type,
     )
 
 

@@ -91,7 +91,7 @@ def train_and_record(rank, world_size, flags):
 
 
 def test_the_ranks_of_a_replica_read_the_same_samples(pool):
-    flags = f"--mock-data --train-iters 2 {MODELS['llama']}"
+    flags = f"--mock-data --train-iters 3 {MODELS['llama']}"
     replicas = {dp: seen for dp, _, seen in pool.run(train_and_record, 2, flags)}
     for dp, cp, seen in pool.run(train_and_record, 4, f"{flags} --context-parallel-size 2"):
         assert torch.equal(seen, replicas[dp][..., local_positions(16, cp, 2)])
