@@ -30,7 +30,7 @@ demo: setup
 	VENV=$(VENV) bash examples/demo/run.sh
 
 test: setup
-	$(PY) -m pytest -q --durations=15 $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -17,7 +17,7 @@ from megatron.core.transformer.context_parallel import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.launch.initialize import environment_world_size, errors_explained_once
+from megatron.training.launch import environment_world_size, errors_explained_once
 from megatron.training.reporting.summary import dry_run
 from megatron.training.run import Loss
 from megatron.training.training import pretrain

@@ -33,7 +33,8 @@ setup(
     extras_require={
         "plots": ["matplotlib>=3.8,<4"],
         "docs": ["mkdocs-material>=9.5,<10"],
-        "dev": ["pytest>=8", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8", "pybind11>=2.13", "setuptools>=70"],
+        "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]
+        + ["pybind11>=2.13", "setuptools>=70"],
     },
     ext_modules=[
         Pybind11Extension(

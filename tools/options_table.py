@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.accepted_flags import OTHER_NAMES
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS, accepted, base_name, feature_of
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, accepted, base_name, feature_of
 from megatron.training.config.run_config import flag_parser
 
 HEAD = """# Megatron-LM's options

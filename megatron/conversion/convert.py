@@ -15,8 +15,7 @@ from megatron.conversion.deepspeed.writer import UniversalOptions, write_univers
 from megatron.conversion.files import Progress, exclusive_output_dir, no_progress
 from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.stacked_layers import StackedLayers
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import (
     ADAM,

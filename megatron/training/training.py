@@ -18,22 +18,30 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
-from megatron.training.checkpoint.checkpointing import common_state, model_state, save_checkpoint
+from megatron.training.checkpoint.checkpointing import (
+    check_hf_target,
+    common_state,
+    model_state,
+    save_checkpoint,
+    save_hf,
+)
 from megatron.training.checkpoint.ownership import take_save_directory
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
-from megatron.training.checkpoint.rewrite import check_hf_target, save_hf
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.evaluation import evaluate, report
-from megatron.training.exit.decisions import Decisions
-from megatron.training.exit.nan_check import FiniteCheck, NotFiniteError
-from megatron.training.exit.signals import ExitSignals
-from megatron.training.forward_backward import forward_backward
-from megatron.training.launch.compile import check_compiler, compile_layers
-from megatron.training.launch.initialize import environment_rank, initialize, lost_ranks_explained, seed_everything
+from megatron.training.exit import Decisions, ExitSignals, FiniteCheck, NotFiniteError
+from megatron.training.forward_backward import evaluate, forward_backward, report
+from megatron.training.launch import (
+    check_compiler,
+    compile_layers,
+    environment_rank,
+    initialize,
+    lost_ranks_explained,
+    seed_everything,
+)
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm

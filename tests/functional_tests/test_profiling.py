@@ -12,7 +12,7 @@ import torch
 
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.launch.initialize import initialize
+from megatron.training.launch import initialize
 from megatron.training.training import build_run, train_step
 from tests.live_tensors import LiveTensors
 from tests.training_harness import COMMON, LLAMA, datasets_provider, forward_step, model_provider, parse_args, train

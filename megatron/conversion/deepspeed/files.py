@@ -17,16 +17,18 @@ from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.deepspeed.names import model_space_names
 from megatron.conversion.files import archive_faults
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.schemas import (
+from megatron.conversion.model_space.source import (
+    ADAM,
     GRAD_SCALER,
     PARAM_GROUP,
     RANKS,
     SCHEDULER,
+    SGD,
     SIZE,
+    Shape,
     namespace,
     scalar,
 )
-from megatron.conversion.model_space.source import ADAM, SGD, Shape
 from megatron.core.dist_checkpointing.format.input_files import read_regular
 from megatron.core.dist_checkpointing.format.schema import COUNT, file_name, number, optional, record, sequence
 from megatron.core.dist_checkpointing.format.schema import key as check_key

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import flag_name
-from megatron.conversion.model_space.schemas import LAYERS, SIZE
+from megatron.conversion.model_space.source import LAYERS, SIZE
 from megatron.core.dist_checkpointing.format.schema import (
     boolean,
     number,

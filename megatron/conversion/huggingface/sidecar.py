@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
+from megatron.conversion.huggingface.weight_files import SafetensorsFile
 from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.schemas import ARGUMENTS, TRAINING_STATE
 from megatron.conversion.model_space.source import (
     ADAM,
+    ARGUMENTS,
+    TRAINING_STATE,
     Shape,
     Source,
     TensorInfo,

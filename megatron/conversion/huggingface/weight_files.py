@@ -1,17 +1,175 @@
-"""The weight files of a Hugging Face directory: one file or shards with an index, safetensors or pickles of torch."""
+"""The weight files of a Hugging Face directory: one file or shards with an index, safetensors or pickles of torch.
+
+Boxes of safetensors files are read without mapping the file, and files are written as a stream.
+Format (https://github.com/huggingface/safetensors): u64 length of the header, the header as JSON
+`{name: {"dtype", "shape", "data_offsets"}}`, then the row-major data. Memory is one piece of one tensor both ways:
+mapped pages would count as resident, and the library's writer wants all tensors of a file at once.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_file import SafetensorsFile
+from megatron.conversion.files import write_at
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
-from megatron.core.dist_checkpointing.format.schema import anything, file_name, key, mapping, record
+from megatron.core.dist_checkpointing.format.input_files import named_file, open_regular, parse_json, read_json
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    SHAPE,
+    anything,
+    file_name,
+    key,
+    mapping,
+    one_of,
+    record,
+    sequence,
+)
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_ENTRY = record({"shape": SHAPE, "dtype": one_of(*_DTYPES), "data_offsets": sequence(COUNT, 2, least=2)})
+_HEADER = mapping(_ENTRY, keys=key)
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 100 << 20  # the limit of the reference implementation
+_BLOCK = 16 << 20  # bytes that are read at once where only some columns are wanted
+
+
+class SafetensorsFile:
+    """The tensors of one file; raises ValueError where the file is truncated or its header is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self._starts: dict[str, int] = {}
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER, size - 8):
+                raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
+            header = parse_json(file.read(length), f"{path}: the header", object_pairs_hook=self._once)
+        end = 8 + length
+        for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
+            end = self._add(name, entry, 8 + length, end)
+        if end != size:
+            raise ValueError(f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged")
+
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """A dictionary whose names are all different."""
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            raise ValueError("a name is there twice")
+        result.pop("__metadata__", None)
+        return result
+
+    def _add(self, name: str, entry: Any, base: int, expected: int) -> int:
+        """Tensors lie back to back: this one begins at byte `expected`. Returns where it ends."""
+        info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        start, stop = entry["data_offsets"]
+        if stop - start != info.nbytes:
+            raise ValueError(f"{self.path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}")
+        if base + start != expected:
+            raise ValueError(f"{self.path}: {name!r} begins at byte {base + start}, the one before ends at {expected}")
+        self.tensors[name] = info
+        self._starts[name] = base + start
+        return base + int(stop)
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """The box of `name` at `offset` with extent `shape`."""
+        info = self.tensors[name]
+        result = torch.empty(shape, dtype=info.dtype)
+        if not result.numel():
+            return result
+        with self.path.open("rb", buffering=0) as file:
+            if shape[1:] == info.shape[1:]:
+                row = math.prod(info.shape[1:]) * info.dtype.itemsize
+                self._fill(file, result, self._starts[name] + (offset[0] * row if offset else 0))
+            else:
+                self._fill_columns(file, result, name, offset)
+        return result
+
+    def _fill_columns(self, file: BinaryIO, result: torch.Tensor, name: str, offset: Shape) -> None:
+        """Whole rows are read in blocks: one large read beats many small ones."""
+        info = self.tensors[name]
+        row = math.prod(info.shape[1:]) * info.dtype.itemsize
+        rows = max(1, _BLOCK // row)
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], result.shape[1:], strict=True))
+        for first in range(0, len(result), rows):
+            part = result[first : first + rows]
+            block = torch.empty((len(part), *info.shape[1:]), dtype=info.dtype)
+            self._fill(file, block, self._starts[name] + (offset[0] + first) * row)
+            part.copy_(block[(slice(None), *columns)])
+
+    def _fill(self, file: BinaryIO, tensor: torch.Tensor, position: int) -> None:
+        view = tensor.view(-1).view(torch.uint8).numpy().data
+        file.seek(position)
+        while view:
+            count = file.readinto(view)  # type: ignore[attr-defined]
+            if not count:
+                raise ValueError(f"{self.path} ended {len(view)} bytes too early: it was truncated while being read")
+            view = view[count:]
+
+
+class SafetensorsWriter:
+    """Write one file, any rows of any tensor in any order and from several threads: their places are known before."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = dict(tensors)
+        self._starts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._missing = sum(info.nbytes for info in tensors.values())
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
+        position = 0
+        for name, info in tensors.items():
+            header[name] = {
+                "dtype": _DTYPE_NAMES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [position, position + info.nbytes],
+            }
+            self._starts[name] = position
+            position += info.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
+        self._base = 8 + len(text)
+        self._path = path
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
+        """`tensor` is the rows of `name` from `row` on."""
+        info = self._tensors[name]
+        assert tensor.dtype == info.dtype and tuple(tensor.shape[1:]) == info.shape[1:], (name, tensor.shape)
+        position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
+        assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
+        position += self._base + self._starts[name]
+        write_at(self._path, tensor.contiguous(), position)
+        with self._lock:
+            self._missing -= tensor.nbytes
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"
 
 
 class TensorFile(Protocol):

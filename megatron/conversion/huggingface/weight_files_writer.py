@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.conversion.files import Progress, run_jobs
-from megatron.conversion.huggingface.safetensors_file import SafetensorsWriter
+from megatron.conversion.huggingface.weight_files import SafetensorsWriter
 from megatron.conversion.model_space.row_maps import RowMap, Run, pack_rows, runs
 from megatron.conversion.model_space.source import TensorInfo
 from megatron.core.durable_files import committed, write_json

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.schemas import COMMON
-from megatron.conversion.model_space.source import TrainingState
+from megatron.conversion.model_space.source import COMMON, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.schemas import scalar
+from megatron.conversion.model_space.source import scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.input_files import read_regular
 from megatron.core.dist_checkpointing.format.schema import mapping

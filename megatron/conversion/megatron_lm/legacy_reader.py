@@ -30,8 +30,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
-from megatron.conversion.model_space.schemas import COMMON, RANKS, scalar
-from megatron.conversion.model_space.source import TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,

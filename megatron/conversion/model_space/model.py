@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.schemas import ARGUMENTS
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo
+from megatron.conversion.model_space.source import ARGUMENTS, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec

@@ -3,18 +3,167 @@
 Every format has one reader that presents it as a `Source`, and one writer that pulls what it needs from a `Source`;
 so N formats need N adapters and every pair works. Keys, shapes and conventions are those of `docs/architecture.md`:
 one key per layer with its global number, TP-independent shapes, optimizer state under `optimizer.state.*`.
+
+One table each says what arguments and training states of a checkpoint may be, whatever its format. Its limits are those
+of plausibility: they keep a file of a few bytes from asking for the time and memory of a model that nobody has trained.
+`MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and `MEGATRON_MAX_RANKS` raise them.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import typing
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from megatron.conversion.model_space.schemas import TRAINING_STATE
+from megatron.core.dist_checkpointing import FileTensor
+from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    Check,
+    anything,
+    boolean,
+    integer,
+    mapping,
+    number,
+    optional,
+    plausible,
+    record,
+    refuse,
+    sequence,
+    text,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+LAYERS = plausible("LAYERS", 10_000)
+SIZE = plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
+RANKS = plausible("RANKS", 100_000)  # of an axis, or a layout
+
+
+def scalar(value: Any, where: str) -> Any:
+    """A number, or the tensor of one."""
+    if isinstance(value, torch.Tensor | FileTensor) and value.numel() == 1:
+        return value
+    return number()(value, where)
+
+
+def simple(value: Any, where: str) -> Any:
+    """None, true or false, a number, a text."""
+    if value is None or type(value) is bool:
+        return value
+    return text()(value, where) if type(value) is str else number()(value, where)
+
+
+_OF_TYPE: dict[Any, Check] = {int: SIZE, float: number(-1e15, 1e15), bool: boolean, str: text(256)}
+
+
+def _check_of(kind: Any) -> Check:
+    """For a field of a dataclass: its type, or None."""
+    if kind in _OF_TYPE:
+        return optional(_OF_TYPE[kind])
+    if typing.get_origin(kind) is tuple:
+        return optional(sequence(integer(-1, 2**31 - 1), 2, least=2))
+    return _check_of(typing.get_args(kind)[0])  # X | None
+
+
+_MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}
+_RUN: dict[str, Check] = {
+    "num_layers?": optional(LAYERS),
+    "rotary_base?": optional(number(1, 1e15)),
+    "consumed_train_samples?": optional(COUNT),
+    "consumed_valid_samples?": optional(COUNT),
+    "model_vocab_size?": optional(SIZE),
+    "seq_length?": optional(SIZE),
+    "null_tokenizer_eod_id?": optional(SIZE),
+    **{
+        f"{name}?": optional(RANKS)
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "data_parallel_size",
+            "context_parallel_size",
+        )
+    },
+    **{f"decoder_{end}_pipeline_num_layers?": optional(LAYERS) for end in ("first", "last")},
+    **{f"{name}?": optional(text()) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")},
+    **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
+    "train_data_fingerprint?": optional(text()),
+}
+ARGUMENTS = record(_MODEL | _RUN)
+
+PARAM_GROUP = record(
+    {
+        "step?": optional(scalar),
+        **{
+            f"{name}?": optional(scalar)
+            for name in ("lr", "max_lr", "min_lr", "wd_mult", "lr_mult", "weight_decay", "eps", "momentum")
+        },
+        "betas?": optional(sequence(number(), 2, least=2)),
+        "params?": sequence(anything),
+    }
+)
+GRAD_SCALER = record({"scale?": scalar, "growth_tracker?": scalar, "hysteresis_tracker?": scalar})
+
+
+def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the others)
+    mapping(simple)(value, where)
+    return record({"num_steps?": COUNT})(value, where)
+
+
+def _optimizer(value: Any, where: str) -> Any:
+    """Of any variant: one level deeper with half precision or sharding."""
+    return _OPTIMIZER(value, where)
+
+
+_OPTIMIZER = record(
+    {
+        "param_groups?": sequence(PARAM_GROUP),
+        "optimizer?": optional(_optimizer),
+        "grad_scaler?": optional(GRAD_SCALER),
+        "state?": mapping(anything, keys=anything),
+    }
+)
+TRAINING_STATE = record(
+    {
+        "iteration?": COUNT,
+        "consumed_train_samples?": COUNT,
+        "consumed_valid_samples?": COUNT,
+        "num_floating_point_operations_so_far?": number(0),
+        "param_groups?": optional(sequence(PARAM_GROUP)),
+        "scheduler?": optional(SCHEDULER),
+        "grad_scaler?": optional(GRAD_SCALER),
+        "rng?": mapping(anything),
+    },
+    closed=True,
+)
+
+
+def namespace(value: Any, where: str) -> Any:
+    if not isinstance(value, argparse.Namespace):
+        refuse(where, value, "the arguments of a run (a Namespace)")
+    # Enums of other projects are for the reader that knows them; what it makes of them is checked in `model_config`.
+    ARGUMENTS({name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}, where)
+    return value
+
+
+# What Megatron-LM and we keep beside tensors: `common.pt`, and every legacy file.
+COMMON = record(
+    {
+        "args?": namespace,
+        "checkpoint_version?": number(0),
+        "iteration?": COUNT,
+        "num_floating_point_operations_so_far?": number(0),
+        "content_metadata?": optional(mapping(anything)),
+        "optimizer?": optional(_optimizer),
+        "opt_param_scheduler?": optional(SCHEDULER),
+    }
+)
+
 
 Shape = tuple[int, ...]
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from megatron.core.datasets.blend import SPLITS, Blend, Fractions, Split, sequence_range
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.config import SPLITS, Blend, Fractions, GPTDatasetConfig, Split, sequence_range
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, cache_directory
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.datasets.blend import SPLITS, Split
-from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.datasets.config import SPLITS, GPTDatasetConfig, Split
 from megatron.core.datasets.gpt_dataset import Sample, finish_sample
 from megatron.core.datasets.index_cache import digest_of
 

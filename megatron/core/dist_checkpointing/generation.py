@@ -1,9 +1,14 @@
-"""Which start of a job owns a directory of checkpoints.
+"""Which start of a job owns a directory of checkpoints, and which checkpoints are ancestors of which.
 
 Every start takes the next generation: it makes `.generation-0000007/`, and renames the directories of earlier
 generations away. Whatever an owner puts into the directory of checkpoints, or takes out of it, is one rename from or to
 a path inside its own generation: a finished checkpoint, the tracker, a checkpoint to be removed. So all of that fails
 for the old owner as soon as a successor has taken over, wherever it was stopped: no check precedes the action.
+
+The branch decides what is newest, not the number. After a rollback (`--ckpt-step 4`, then new saves) a directory holds
+two branches. Every checkpoint stores its lineage in `lineage.json`: for each start of the job that trained a part of
+it, the generation of that start and the last iteration that came from it. A checkpoint without that file belongs to
+generation 0.
 """
 
 from __future__ import annotations
@@ -13,14 +18,13 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.lineage import read_lineage
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
 _GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"
@@ -140,3 +144,61 @@ def _owner(generation: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+LINEAGE = "lineage.json"
+
+
+class Lineage(NamedTuple):
+    """The branch that ends with a checkpoint: (generation, last iteration) pairs, the checkpoint itself last."""
+
+    branch: tuple[tuple[int, int], ...]
+
+    @property
+    def generation(self) -> int:
+        return self.branch[-1][0]
+
+    @property
+    def iteration(self) -> int:
+        return self.branch[-1][1]
+
+    def descend(self, generation: int, iteration: int) -> Lineage:
+        """That of the checkpoint that `generation` saves at `iteration`, having started from this one."""
+        return Lineage((*self.branch, (generation, iteration)))
+
+    def includes(self, other: Lineage) -> bool:
+        """Whether `other` is this checkpoint or an ancestor of it."""
+        return any(other.generation == generation and other.iteration <= last for generation, last in self.branch)
+
+    def encode(self, parent: int | None) -> bytes:
+        """The content of `lineage.json`; `parent` is the iteration of the checkpoint before, for human readers."""
+        content = {"generation": self.generation, "parent": parent, "branch": self.branch}
+        return json.dumps(content).encode()
+
+
+def read_lineage(directory: Path) -> Lineage:
+    """That of the checkpoint `iter_<n>` in `directory`; one without an intact `lineage.json` is of generation 0."""
+    try:
+        pairs = json.loads((directory / LINEAGE).read_bytes())["branch"]
+        branch = tuple((int(generation), int(iteration)) for generation, iteration in pairs)
+        return Lineage(branch[:]) if branch else _of_number(directory)
+    except (OSError, ValueError, TypeError, KeyError):
+        return _of_number(directory)
+
+
+def _of_number(directory: Path) -> Lineage:
+    digits = directory.name.removeprefix("iter_")
+    return Lineage(((0, int(digits) if digits.isdigit() else 0),))
+
+
+def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list[int]:
+    """The iterations of `saved` on one branch, newest first: what to load, and what to fall back on.
+
+    `head` is the newest checkpoint of the branch (the one that the tracker names, even if it is damaged); without it,
+    the branch is that of the latest generation. Checkpoints of other branches are left out.
+    """
+    if head is None:
+        head = max(saved.values(), key=lambda lineage: (lineage.generation, lineage.iteration), default=None)
+    if head is None:
+        return []
+    return sorted((iteration for iteration, lineage in saved.items() if head.includes(lineage)), reverse=True)

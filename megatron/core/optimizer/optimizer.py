@@ -14,10 +14,9 @@ from torch import nn
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.module import ParamInfo
-from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
-from megatron.core.optimizer.grad_scaler import make_grad_scaler
+from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, make_grad_scaler, sum_of_squares
 from megatron.core.optimizer.muon import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import linear_weight_grad
 from megatron.core.tensor_parallel.mappings import (
     Pending,
     start_all_reduce,
     start_sequence_all_gather,
     start_sequence_reduce_scatter,
 )
-from megatron.core.tensor_parallel.weight_grad import linear_weight_grad
 
 # Logits handled at once, by device. Their fp32 copy stays in the cache of a CPU. On a GPU it takes 256 MiB, and kernels
 # run much longer than they take to launch: 16 chunks instead of 512 for 8,192 tokens at a vocabulary of 128k.

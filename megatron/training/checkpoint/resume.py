@@ -22,7 +22,7 @@ from megatron.training.checkpoint.checkpointing import model_state
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
-from megatron.training.launch.initialize import seed_everything
+from megatron.training.launch import seed_everything
 from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)

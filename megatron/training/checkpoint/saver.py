@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import (
     staging_for_waiting,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy

@@ -24,8 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.utils import raise_problems
-from megatron.training.config.accepted_flags import OLD_VALUES, OTHER_NAMES, OtherName
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS, arity_of, judge
+from megatron.training.config.megatron_options import (
+    MEGATRON_OPTIONS,
+    OLD_VALUES,
+    OTHER_NAMES,
+    OtherName,
+    arity_of,
+    judge,
+)
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
 

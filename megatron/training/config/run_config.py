@@ -34,7 +34,7 @@ from megatron.training.config.options import (
 from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule, parse_steps
 from megatron.training.data.samplers import DataLoaderConfig
 from megatron.training.data.tokenizer import TokenizerConfig
-from megatron.training.launch.initialize import environment_world_size, join
+from megatron.training.launch import environment_world_size, join
 
 
 @dataclass

@@ -22,7 +22,7 @@ from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.run_config import Config, parse_args, replica_size
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.launch.initialize import environment_world_size
+from megatron.training.launch import environment_world_size
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer
 from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite

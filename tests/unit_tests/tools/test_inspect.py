@@ -11,7 +11,7 @@ import torch
 
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
-from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from megatron.core.dist_checkpointing.verification import format_digest, partial_digest
 from tests import ROOT
 
 spec = importlib.util.spec_from_file_location("inspect_tool", ROOT / "tools/checkpoint/inspect.py/__main__.py")

@@ -33,16 +33,14 @@ from tqdm import tqdm
 
 from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
-from megatron.conversion.model_space.load_plan import part_of, plan_load
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_checkpoint, require_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.digest import format_digest, partial_digest
+from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
-from megatron.core.dist_checkpointing.loading.block_verifier import find_checksums
-from megatron.core.dist_checkpointing.verification import total_bytes
+from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes
 from megatron.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once

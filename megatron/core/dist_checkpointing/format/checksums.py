@@ -10,13 +10,16 @@ of its files, and nobody parses them to save. Older checkpoints have `checksums.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import CHECKSUMS, OLD_CHECKSUMS
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
@@ -95,3 +98,56 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
     if body["algorithm"] != _ALGORITHM or body["block_size"] != BLOCK_SIZE:
         raise CheckpointError(f"{where}: checksums of kind {body['algorithm']} over {body['block_size']} bytes")
     return {name: FileChecksums(file["size"], bytes.fromhex(file["blocks"])) for name, file in body["files"].items()}
+
+
+def find_checksums(directory: Path) -> Path | None:
+    """The file with the checksums of a checkpoint; None if another program wrote it."""
+    return next((directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()), None)
+
+
+def read_checksums(directory: Path) -> dict[str, FileChecksums]:
+    """By file name. Raises CheckpointError if there are none (another program wrote the checkpoint)."""
+    path = find_checksums(directory)
+    if path is None:
+        raise CheckpointError(
+            f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
+        )
+    return decode_checksums(path.read_bytes(), str(path))
+
+
+class BlockVerifier:
+    """Compares blocks with their checksums, each block once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sums = read_checksums(directory)
+        self._good: set[tuple[str, int]] = set()
+
+    def check_file(self, name: str) -> None:
+        """All of a file. Raises CheckpointError if it is missing, truncated or damaged."""
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self._directory / name}: cannot be opened: {error.strerror}") from error
+        try:
+            self.check_range(name, descriptor, 0, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+
+    def check_range(self, name: str, descriptor: int, start: int, stop: int) -> None:
+        """All blocks that bytes `[start, stop)` of file `name` touch."""
+        path = self._directory / name
+        if name not in self._sums:
+            raise CheckpointError(f"{path}: no checksums of it")
+        expected = self._sums[name]
+        size = os.fstat(descriptor).st_size
+        if size != expected.size:
+            raise CheckpointError(f"{path}: has {size} bytes instead of {expected.size}")
+        for block in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
+            if (name, block) in self._good:
+                continue
+            content = os.pread(descriptor, BLOCK_SIZE, block * BLOCK_SIZE)
+            if hash_blocks(content) != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]:
+                first = block * BLOCK_SIZE
+                raise CheckpointError(f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}")
+            self._good.add((name, block))

@@ -12,8 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, file_name, printable
+from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, CheckpointError, file_name, printable
 
 MAX_JSON = 256 << 20  # bytes
 

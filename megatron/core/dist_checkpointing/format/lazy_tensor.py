@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 
 
 @dataclass(frozen=True)

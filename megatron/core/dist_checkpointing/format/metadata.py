@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, file_name, printable, shown
+from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, CheckpointError, file_name, printable, shown
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
 

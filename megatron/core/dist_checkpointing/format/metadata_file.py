@@ -24,7 +24,6 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.input_files import parse_json
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -39,6 +38,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_RANK,
     SHAPE,
     Check,
+    CheckpointError,
     anything,
     file_name,
     mapping,

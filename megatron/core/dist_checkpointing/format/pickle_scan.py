@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 
 # What a value on the stack is. From 1 on: a tuple, so many levels deep.
 _SCALAR, _CONTAINER, _OBJECT, _MADE = 0, -1, -2, -3  # _OBJECT: hashed by identity; _MADE: by a function, or a long int

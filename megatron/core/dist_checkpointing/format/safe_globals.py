@@ -20,9 +20,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.errors import UnsafePickleError
 from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage, FileTensor
-from megatron.core.dist_checkpointing.format.schema import MAX_RANK, printable, shown
+from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, printable, shown
 
 StorageOf = Callable[["StorageRef"], torch.Tensor | FileStorage]
 

@@ -16,7 +16,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read; the message names the file or key, the reason and the way out."""
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle names something that a checkpoint has no reason to contain. Nothing of it was executed."""
+
 
 Check = Callable[[Any, str], Any]
 

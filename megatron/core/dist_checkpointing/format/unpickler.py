@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.input_files import open_regular
 from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
@@ -42,7 +41,13 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
     TensorStub,
     placeholder_type,
 )
-from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, printable, shown
+from megatron.core.dist_checkpointing.format.schema import (
+    MAX_DEPTH,
+    CheckpointError,
+    UnsafePickleError,
+    printable,
+    shown,
+)
 from megatron.core.dist_checkpointing.format.torch_zip import Archive
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}

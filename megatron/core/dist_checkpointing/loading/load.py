@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import COMMON
+from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.loading.block_verifier import BlockVerifier
 from megatron.core.dist_checkpointing.loading.fully_parallel_load import boxes_of, exchange, share_reading, view_of
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.loading.strictness import (

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.boxes import BoxTable, Extent, Shape, row_axis, rows_of, shifted
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype

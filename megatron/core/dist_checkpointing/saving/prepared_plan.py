@@ -6,9 +6,9 @@ import json
 import secrets
 from dataclasses import dataclass, field, replace
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
 from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items

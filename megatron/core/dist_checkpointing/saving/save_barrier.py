@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 _SLICES = 4  # of the timeout: silence is noticed after 4 to 5 quarters of it
 _BUCKETS = 64

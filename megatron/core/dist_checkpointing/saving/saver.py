@@ -26,17 +26,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.checksums import checksum_records
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier, open_store
-from megatron.core.dist_checkpointing.saving.snapshot import ObjectFile, common_archive, object_file
-from megatron.core.dist_checkpointing.saving.stage_and_write import Transfer
-from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE, DeviceSource, StagingBuffer, bind_sources
+from megatron.core.dist_checkpointing.saving.shard_file import ObjectFile, common_archive, object_file
+from megatron.core.dist_checkpointing.saving.staging import (
+    SLOT_SIZE,
+    DeviceSource,
+    StagingBuffer,
+    Transfer,
+    bind_sources,
+)
 from megatron.core.dist_checkpointing.threads import Workers
 
 

@@ -1,17 +1,27 @@
-"""Writing shard files: large writes past the page cache, block checksums on the way.
+"""The files of one rank: shards as large writes past the page cache with block checksums on the way, objects as bytes.
 
-Direct writes cost a tenth of the CPU time of buffered ones and leave the page cache to the data loader.
+Direct writes cost a tenth of the CPU time of buffered ones and leave the page cache to the data loader. Objects become
+bytes at the moment of the save call: whatever changes afterwards does not reach the checkpoint.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pad_archive
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.durable_files import naming
 
 _PAGE = 4096
@@ -77,3 +87,42 @@ class ShardFile:
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
                 self._direct = False
+
+
+_GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
+
+
+class ObjectFile(NamedTuple):
+    """The file of one rank's objects; empty if it has none."""
+
+    name: str
+    content: bytes
+    locations: dict[str, Location]
+
+
+def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
+    """`__{rank}_{workers}.distcp`; one object under several keys is stored once.
+
+    Raises CheckpointError for a value that could not be read back.
+    """
+    name = f"__{rank}_{workers}.distcp"
+    content, locations = bytearray(), {}
+    stored: dict[int, Location] = {}
+    for entry in objects:
+        if id(entry.value) in stored:
+            locations[entry.key] = stored[id(entry.value)]
+            continue
+        archive = object_archive(entry.value)
+        safe_load(archive, where=entry.key, placeholders=False)
+        padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
+        locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))
+        content += padded
+    return ObjectFile(name, bytes(content), locations)
+
+
+def common_archive(common: dict[str, Any]) -> bytes:
+    """The content of `common.pt`. Raises CheckpointError for a value that could not be read back."""
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    safe_load(buffer.getvalue(), where="common", placeholders=False)
+    return buffer.getvalue()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, build_datasets
-from megatron.core.datasets.blend import Blend, parse_blend, parse_split, sequence_range
+from megatron.core.datasets.config import Blend, parse_blend, parse_split, sequence_range
 
 EOD, VOCAB_SIZE = 0, 100
 

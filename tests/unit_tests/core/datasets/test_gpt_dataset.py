@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.gpt_dataset import finish_sample
-from megatron.core.datasets.gpt_index import plan_epochs
+from megatron.core.datasets.gpt_dataset import finish_sample, plan_epochs
 
 EOD = 99
 

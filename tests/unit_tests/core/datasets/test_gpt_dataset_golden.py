@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, build_datasets
-from megatron.core.datasets.blend import SPLITS
+from megatron.core.datasets.config import SPLITS
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"

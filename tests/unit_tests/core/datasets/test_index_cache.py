@@ -19,7 +19,7 @@ from megatron.core.datasets import (
     gpt_dataset,
     index_cache,
 )
-from megatron.core.datasets.gpt_index import build_gpt_index
+from megatron.core.datasets.gpt_dataset import build_gpt_index
 from megatron.core.datasets.index_cache import digest_of_array, load_or_build
 from megatron.training.data.loaders import one_rank_per_node_first
 

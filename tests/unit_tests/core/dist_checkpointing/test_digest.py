@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, save
-from megatron.core.dist_checkpointing.digest import format_digest, partial_digest, tensor_digest
+from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, tensor_digest
 
 M = 1 << 64
 

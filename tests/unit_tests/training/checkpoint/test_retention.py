@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.training.checkpoint.retention import (
     VALIDATION_LOSS,
     Retention,

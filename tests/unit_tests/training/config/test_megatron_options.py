@@ -6,9 +6,8 @@ import typing
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.accepted_flags import ACCEPTED_WITHOUT_EFFECT
 from megatron.training.config.arguments import _without_none, both_spellings, flag_fields, option_names
-from megatron.training.config.megatron_options import FEATURES, MEGATRON_OPTIONS, NEVER
+from megatron.training.config.megatron_options import ACCEPTED_WITHOUT_EFFECT, FEATURES, MEGATRON_OPTIONS, NEVER
 from megatron.training.config.run_config import SECTIONS, flag_parser
 from tests import GOLDEN
 from tests.flag_sets import outcome, read

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.dist_checkpointing.boxes import BoxTable
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
     decode_dcp,
 )
 from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata, encode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.errors import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads
 from tests.compare import assert_same
 

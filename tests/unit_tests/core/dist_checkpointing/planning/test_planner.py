@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.boxes import BoxTable
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.planning.planner import (
     LocalSpec,

@@ -8,8 +8,7 @@ import torch
 
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
-from megatron.training.exit.decisions import Decisions, Exit
-from megatron.training.exit.signals import ExitSignals
+from megatron.training.exit import Decisions, Exit, ExitSignals
 
 
 class Clock:

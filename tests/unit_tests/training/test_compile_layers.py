@@ -4,7 +4,7 @@ import torch
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.launch.compile import compile_layers
+from megatron.training.launch import compile_layers
 from tests.torch_versions import of_current_torch
 
 

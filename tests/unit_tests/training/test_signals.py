@@ -3,7 +3,7 @@
 import os
 import signal
 
-from megatron.training.exit.signals import ExitSignals
+from megatron.training.exit import ExitSignals
 
 
 def test_handlers_return_at_the_end():

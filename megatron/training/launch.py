@@ -1,14 +1,20 @@
-"""From the environment of a process to its place in the run: device, threads, process groups, seeds."""
+"""From a process and its environment to a rank: device, threads, process groups, seeds, `--compile`.
+
+torchrun lends all starts of a job one store. What a killed start left there (--max-restarts) would lead the next one to
+addresses where nobody listens any more. So every start agrees on a prefix of its own first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import random
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,11 +24,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.distributed_data_parallel import outermost_layers
+from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.training.config.options import DistributedConfig
-from megatron.training.launch.host_memory import keep_freed_memory
-from megatron.training.launch.rendezvous import lent_store, store_of_this_start
 
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
 
@@ -186,3 +192,92 @@ def _be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h> of glibc
+
+
+def keep_freed_memory() -> bool:
+    """Let the C allocator reuse large blocks instead of returning them to the system; True when it agreed.
+
+    By default glibc maps every block of more than 32 MiB anew and unmaps it when it is freed: the kernel clears the
+    pages of the logits in every step, some percent of a step of a small bf16 model on a CPU. The price is that the
+    process stays at its peak size. Nothing is done where the environment configures the allocator (MALLOC_*,
+    GLIBC_TUNABLES, or another allocator in LD_PRELOAD), or where it is not glibc's.
+    """
+    configured = [name for name in os.environ if name.startswith("MALLOC_")]
+    if configured or "GLIBC_TUNABLES" in os.environ or "LD_PRELOAD" in os.environ:
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        is_glibc = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+    except (OSError, AttributeError, TypeError):  # no such function, or no such library on this system
+        return False
+    if not is_glibc:
+        return False
+    options = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1))
+    return all(mallopt(option, value) == 1 for option, value in options)
+
+
+_PAUSE = 0.02  # seconds between two looks at who has come
+
+
+def lent_store(timeout: timedelta) -> dist.TCPStore | None:
+    """The launcher's store, if it lends one to its workers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
+def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
+    """A part of `shared` that no earlier start knows. All ranks of this start call it; none of an earlier one lives.
+
+    The ranks cannot count starts alike (each node counts its own). So each says hello under a word that it made up, and
+    rank 0 answers to that word with the prefix: an answer cannot be meant for another start. Rank 0 may find the hellos
+    of an earlier start; it goes on answering until all ranks of this one have come.
+    """
+    if rank > 0:
+        word = uuid.uuid4().hex
+        shared.set(f"hello/{rank}", word)
+        store = dist.PrefixStore(shared.get(f"answer/{word}").decode(), shared)
+        store.add("here", 1)
+        return store
+    prefix = uuid.uuid4().hex
+    store = dist.PrefixStore(prefix, shared)
+    answered = set()
+    hellos = [f"hello/{other}" for other in range(1, world_size)]
+    while hellos and store.add("here", 0) < len(hellos):
+        for hello in shared.multi_get(hellos):
+            if hello not in answered:
+                shared.set(f"answer/{hello.decode()}", prefix)
+                answered.add(hello)
+        time.sleep(_PAUSE)
+    return store
+
+
+def compile_layers(chunk: MegatronModule) -> None:
+    """Compile what lies between the linear layers: norms, rotation, attention, activation, residual sums.
+
+    One compilation serves all layers of one shape. The linear layers are left as they are: their matrix products are
+    library calls in any case, and they add to gradient buffers and overlap with collectives. Modules, hooks and keys
+    stay the same, only `forward` is replaced.
+    """
+    for layer in outermost_layers(chunk):
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        # dropout draws the numbers that it draws without compilation
+        layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
+
+
+def check_compiler(device: torch.device) -> None:
+    """ValueError with the reason when torch.compile does not work here; forgets what was compiled before."""
+    try:
+        torch.compiler.reset()
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=device))
+    except Exception as error:  # whatever backend, compiler or system library it is that fails
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"--compile: torch.compile does not work here ({type(error).__name__}: {reason[0]}); it needs a C++ "
+            "compiler on the CPU ($CXX or g++) and Triton on CUDA: install them, or leave out --compile"
+        ) from error

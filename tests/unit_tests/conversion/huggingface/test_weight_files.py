@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.files import parse_size
-from megatron.conversion.huggingface import safetensors_file
-from megatron.conversion.huggingface.safetensors_file import SafetensorsFile, SafetensorsWriter
+from megatron.conversion.huggingface import weight_files
+from megatron.conversion.huggingface.weight_files import SafetensorsFile, SafetensorsWriter
 from megatron.conversion.model_space.source import TensorInfo
 
 TENSORS = {
@@ -58,7 +58,7 @@ def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "_BLOCK", block)
+    monkeypatch.setattr(weight_files, "_BLOCK", block)
     save_file(TENSORS, tmp_path / "a.safetensors")
     file = SafetensorsFile(tmp_path / "a.safetensors")
     assert torch.equal(file.read("matrix", (2, 1), (4, 3)), TENSORS["matrix"][2:6, 1:4])

@@ -14,7 +14,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.config.options import DistributedConfig
-from megatron.training.launch.initialize import (
+from megatron.training.launch import (
     choose_device,
     initialize,
     lost_ranks_explained,

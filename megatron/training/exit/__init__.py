@@ -1,1 +1,0 @@
-"""When a run saves and when it ends."""

@@ -1,1 +1,0 @@
-"""From a process and its environment to a rank of the run."""
