@@ -74,7 +74,8 @@ def make_plan(config: Config, world_size: int) -> RunPlan:
 
 def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[str, RunPlan]]:
     """Plans with one thing changed, those that are possible."""
-    sizes = {name: given.get(name, 1) * 2 for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: given.get(name, 1) * 2 for name in axes}
     changes = ALTERNATIVES + [(f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()]
     plans = []
     for flags, change in changes:

@@ -41,8 +41,9 @@ def forward_backward(
 
     Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
     micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
-    tokens and their number. The latter also where a rank has only a part of a sequence, whose mean says little; it is
-    what the ranks minimize, as in Megatron-LM, without that flag. Nothing is read back from the device.
+    tokens and their number. So, too, where a rank has only a part of each sequence, whose mean says little; without
+    that flag the means of the parts are nevertheless what is minimized, as in Megatron-LM. Nothing is read back from
+    the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
@@ -79,7 +80,7 @@ def _make_forward_step(
     run: Run, feed: MicrobatchFeed, num_microbatches: int, totals: Tensor
 ) -> Callable[[int, int, Tensor | None], Tensor]:
     per_token = run.config.training.calculate_per_token_loss
-    whole_sequences = run.ps.cp.size == 1
+    means = not per_token and run.ps.cp.size == 1
     loss_scale = run.optimizer.loss_scale
 
     def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
@@ -89,14 +90,12 @@ def _make_forward_step(
             output = run.forward_step(run.chunks[chunk], batch, activation)
         if not isinstance(output, Loss):
             return output
-        total, num_tokens = output.total, output.num_tokens
-        if per_token or not whole_sequences:
-            totals.add_(torch.stack([total.detach(), num_tokens.float()]))
+        total, num_tokens = output
+        mean = total / num_tokens.clamp(min=1)
+        told = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
+        totals.add_(torch.stack(told).detach())
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
             return total * loss_scale
-        mean = total / num_tokens.clamp(min=1)
-        if whole_sequences:
-            totals.add_(torch.stack([mean.detach(), torch.ones_like(mean)]))
         return mean * (loss_scale / num_microbatches)
 
     return forward_step

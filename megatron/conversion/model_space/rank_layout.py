@@ -79,6 +79,7 @@ class Layout:
         tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
         return {
             "tensor_model_parallel_size": tp,
+            "context_parallel_size": 1,
             "expert_tensor_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "transformer_pipeline_model_parallel_size": pp,
