@@ -17,6 +17,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,12 +29,19 @@ from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
     FileChecksums,
     checksum_records,
 )
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
+    CheckpointMetadata,
+    ChunkTable,
+    Location,
+    StoredTensor,
+)
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
 from megatron.core.dist_checkpointing.saving.prepared_plan import MetadataCache  # noqa: E402
 from megatron.core.dist_checkpointing.saving.save_barrier import SaveBarrier  # noqa: E402
 
 FILES = 2  # of tensors, per rank
+TENSORS = 4608  # 128 layers of nine, each as weight, main parameter and two moments
+BOXES = 76  # that a rank writes
 
 
 class Ticker(threading.Thread):
@@ -51,6 +60,22 @@ class Ticker(threading.Thread):
     def stop(self) -> None:
         self.running = False
         self.join()
+
+
+def stored_tensors(world: int) -> CheckpointMetadata:
+    """The places of all boxes: of 405B about a million."""
+    files = tuple(f"__{rank}_{n}.distcp" for rank in range(world) for n in range(FILES))
+    boxes = max(1, world * BOXES // TENSORS)
+    number = np.arange(boxes)
+    result = CheckpointMetadata()
+    for tensor in range(TENSORS):
+        file = (number * 61 + tensor) % len(files)
+        position = (tensor + number) % BOXES << 22
+        offset = np.stack([number, 0 * number], axis=1)
+        shape = np.broadcast_to(np.array([1, 16384]), (boxes, 2))
+        table = ChunkTable(offset, shape, files, file, position, np.full(boxes, 32768))
+        result.tensors[f"decoder.layers.{tensor}.weight"] = StoredTensor((boxes, 16384), torch.bfloat16, table)
+    return result
 
 
 def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) -> None:
@@ -76,9 +101,10 @@ def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, ro
     pending.commit(checksums, cache.encode(objects), b"", {})
     cpu, seconds = time.thread_time() - cpu, time.perf_counter() - began
     ticker.stop()
-    size = (root / "iter_0000001/checksums.bin").stat().st_size
+    sizes = [(root / "iter_0000001" / name).stat().st_size / 1e6 for name in ("checksums.bin", ".metadata")]
     print(
-        f"{world} ranks: checksums.bin {size / 1e6:.1f} MB; collected after {1e3 * collected:.0f} ms, committed after "
+        f"{world} ranks: checksums.bin {sizes[0]:.1f} MB, .metadata {sizes[1]:.1f} MB; "
+        f"collected after {1e3 * collected:.0f} ms, committed after "
         f"{1e3 * seconds:.0f} ms; rank 0's thread used {1e3 * cpu:.0f} ms of CPU, another thread waited "
         f"{1e3 * ticker.longest:.0f} ms at the longest ({1e3 * idle.longest:.0f} ms without a commit)"
     )
@@ -91,7 +117,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3, help="the first one also merges the places of objects")
     args = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
-    cache, root = MetadataCache(CheckpointMetadata()), Path(tempfile.mkdtemp())
+    cache, root = MetadataCache(stored_tensors(args.world)), Path(tempfile.mkdtemp())
     try:
         for number in range(args.saves):
             began = time.perf_counter()

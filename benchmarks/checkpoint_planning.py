@@ -170,7 +170,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     encoded, encoding = timed(lambda: encode_metadata(metadata))
     planned = peak_memory()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / METADATA).write_bytes(encoded)
+        (Path(directory) / METADATA).write_bytes(b"".join(encoded))
         wanted = read_apart(directory, [key for key, _, _ in specs[-1].tensors])
         everything = read_apart(directory, None)
 
@@ -184,7 +184,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     print(f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s")
     print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after")
     print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
-    print(f"  .metadata  {len(encoded) / 1e6:.1f} MB")
+    print(f"  .metadata  {sum(map(len, encoded)) / 1e6:.1f} MB")
     for what, cost in (("what one rank wants", wanted), ("all of it", everything)):
         print(f"             read {what}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB")
     largest = max(loads) / statistics.mean(loads)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +41,26 @@ def hash_blocks(data: bytes | memoryview) -> bytes:
     return b"".join(xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE))
 
 
-def checksums_of(content: bytes) -> FileChecksums:
-    return FileChecksums(len(content), hash_blocks(content))
+def checksums_of(*parts: bytes) -> FileChecksums:
+    """Of a file that consists of `parts`."""
+    blocks = [hash_blocks(block) for block in in_blocks(parts)]
+    return FileChecksums(sum(map(len, parts)), b"".join(blocks))
+
+
+def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes cut into blocks. What is large is never copied as a whole: that holds the interpreter's lock."""
+    gathered: list[bytes] = []
+    size = 0
+    for part in parts:
+        start = 0
+        while size + len(part) - start >= BLOCK_SIZE:
+            end = start + BLOCK_SIZE - size
+            yield b"".join([*gathered, memoryview(part)[start:end]])
+            gathered, size, start = [], 0, end
+        gathered.append(part[start:])
+        size += len(part) - start
+    if size:
+        yield b"".join(gathered)
 
 
 def checksum_records(files: Mapping[str, FileChecksums]) -> bytes:

@@ -24,6 +24,7 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron.core.dist_checkpointing.format.checksums import in_blocks
 from megatron.core.dist_checkpointing.format.input_files import parse_json
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -224,8 +225,8 @@ class _Writer:
         return number
 
 
-def encode_metadata(metadata: CheckpointMetadata) -> bytes:
-    """The pickle that every version of DCP (and Megatron-core through it) reads, and our index."""
+def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
+    """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
     writer, tensors = _Writer(), metadata.tensors
     writer.add(b"\x80\4")
     writer.remember([*map(_plain, _CLASSES), *map(_text, _NAMES)])
@@ -265,18 +266,29 @@ def encode_metadata(metadata: CheckpointMetadata) -> bytes:
     start = writer.add(_text("storage_meta"), _plain(dcp.StorageMeta()), _text("version"), _text("1.0.0"), b"ub.")
 
     sizes = metadata.tensor_file_sizes()
-    content = json.dumps(
-        {
-            "files": [(file, sizes.get(file, 0)) for file in files],
-            "memo": (first_file, first_key),
-            "boxes": writer.boxes,
-            "tensors": index,
-            "objects": metadata.objects,
-        },
-        separators=(",", ":"),
-    ).encode()
+    content = _json_object(
+        files=_json_list((file, sizes.get(file, 0)) for file in files),
+        memo=_json((first_file, first_key)),
+        boxes=_json_list(writer.boxes),
+        tensors=_json_list(index),
+        objects=_json_object(**{key: _json(place) for key, place in metadata.objects.items()}),
+    )
     writer.add(content, _FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), _MAGIC))
-    return b"".join(writer.parts)
+    return list(in_blocks(writer.parts))
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+# At scale the index is megabytes of many small values. Encoded one by one, they neither hold the interpreter's lock for
+# long nor keep the garbage collector busy, which holds it, too.
+def _json_list(values: Iterable[Any]) -> bytes:
+    return b"[" + b",".join(map(_json, values)) + b"]"
+
+
+def _json_object(**encoded: bytes) -> bytes:
+    return b"{" + b",".join(_json(name) + b":" + value for name, value in encoded.items()) + b"}"
 
 
 def _tuple_of(*checks: Check) -> Check:

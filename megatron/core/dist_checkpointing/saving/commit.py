@@ -6,7 +6,7 @@ All ranks write their shards to it; rank 0 makes it, adds the small files that b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class PendingCheckpoint(NamedTuple):
     def commit(
         self,
         checksums: Iterable[bytes],
-        metadata: bytes,
+        metadata: Sequence[bytes],
         common: bytes,
         beside: Mapping[str, bytes],
         rewrite: Rewrite | None = None,
@@ -55,14 +55,15 @@ class PendingCheckpoint(NamedTuple):
     ) -> None:
         """On rank 0: complete the checkpoint and give it its name.
 
-        `checksums` are the records of all ranks; `beside` are further small files, which a `rewrite` does not touch.
+        `metadata` is the content of `.metadata`, in parts; `checksums` are the records of all ranks; `beside` are
+        further small files, which a `rewrite` does not touch.
         """
         metadata_json = json.dumps(files.BACKEND).encode()
-        contents = {files.COMMON: common, files.METADATA: metadata, files.METADATA_JSON: metadata_json}
-        ours = checksum_records({name: checksums_of(content) for name, content in contents.items()})
+        contents = {files.COMMON: [common], files.METADATA: metadata, files.METADATA_JSON: [metadata_json]}
+        ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
         write_flushed(self.pending / files.CHECKSUMS, *seal_checksums(*checksums, ours))
-        for name, content in contents.items():
-            write_flushed(self.pending / name, content)
+        for name, parts in contents.items():
+            write_flushed(self.pending / name, *parts)
         if rewrite is not None:
             rewrite(self.pending, progress)
         for name, content in beside.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
@@ -22,9 +23,9 @@ class MetadataCache:
 
     tensors: CheckpointMetadata
     _objects: list[bytes] | None = None
-    _encoded: bytes = b""
+    _encoded: Sequence[bytes] = ()
 
-    def encode(self, objects: list[bytes]) -> bytes:
+    def encode(self, objects: list[bytes]) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
         if objects != self._objects:
             places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}

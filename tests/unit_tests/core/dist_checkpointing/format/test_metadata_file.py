@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.dist_checkpointing.boxes import BoxTable
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, checksums_of
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -32,6 +33,11 @@ def stored(shape, dtype, boxes, places, files=FILES):
     table = BoxTable.of(boxes, len(shape))
     columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
     return StoredTensor(shape, dtype, ChunkTable(table.offset, table.shape, files, *columns))
+
+
+def written(metadata):
+    """The content of `.metadata`."""
+    return b"".join(encode_metadata(metadata))
 
 
 def example(files=FILES):
@@ -60,14 +66,28 @@ def plain(metadata):
 
 
 def test_our_reader_gets_back_what_was_written():
-    assert plain(decode_metadata(encode_metadata(example()), "here")) == plain(example())
+    assert plain(decode_metadata(written(example()), "here")) == plain(example())
     empty = CheckpointMetadata()
-    assert plain(decode_metadata(encode_metadata(empty), "here")) == plain(empty)
+    assert plain(decode_metadata(written(empty), "here")) == plain(empty)
+
+
+def test_a_large_one_comes_in_blocks():
+    """To join many megabytes would hold the interpreter's lock, which the training thread wants."""
+    large = CheckpointMetadata(objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)})
+    parts = encode_metadata(large)
+    assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE} and len(parts[-1]) <= BLOCK_SIZE
+    assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
+    assert checksums_of(*parts) == checksums_of(b"".join(parts)) == checksums_of(parts[0][:1000], *cut(parts))
+
+
+def cut(parts):
+    whole = b"".join(parts)[1000:]
+    return [whole[: 3 << 19], whole[3 << 19 :]]
 
 
 def test_dcp_gets_the_same():
     """What plain `pickle` makes of the file, DCP's own classes, against what the index says."""
-    encoded = encode_metadata(example())
+    encoded = written(example())
     read = pickle.load(io.BytesIO(encoded))
     assert isinstance(read, dcp.Metadata) and read.version == "1.0.0" and read.storage_meta == dcp.StorageMeta()
     expected = example()
@@ -92,7 +112,7 @@ def test_dcp_gets_the_same():
 
 
 def test_a_tensor_is_read_without_the_others():
-    encoded = encode_metadata(example())
+    encoded = written(example())
     read = []
 
     def pread(position, length):
@@ -108,13 +128,13 @@ def test_a_tensor_is_read_without_the_others():
 
 
 def test_tensors_that_are_cut_alike_share_the_list_of_their_boxes():
-    read = pickle.loads(encode_metadata(example()))
+    read = pickle.loads(written(example()))
     assert read.state_dict_metadata["w"].chunks is read.state_dict_metadata["m"].chunks
-    assert len(encode_metadata(example())) < 100 * 600, "bytes for each of 600 boxes"
+    assert len(written(example())) < 100 * 600, "bytes for each of 600 boxes"
 
 
 def test_the_file_is_closed_with_its_last_reader(tmp_path):
-    (tmp_path / ".metadata").write_bytes(encode_metadata(example()))
+    (tmp_path / ".metadata").write_bytes(written(example()))
     before = len(os.listdir("/proc/self/fd"))
     gc.disable()  # it must not take a collection
     try:
@@ -128,7 +148,7 @@ def test_the_file_is_closed_with_its_last_reader(tmp_path):
 
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_file_outside_of_the_checkpoint_is_refused(indexed):
-    encoded = encode_metadata(example(files=("__0_0.distcp", "../secret", "__1_0.distcp")))
+    encoded = written(example(files=("__0_0.distcp", "../secret", "__1_0.distcp")))
     with pytest.raises(CheckpointError, match="here.*secret"):
         decode_metadata(encoded if indexed else encoded[:-1], "here")
 
@@ -168,14 +188,14 @@ def swap_places(index):
 )
 def test_an_index_that_says_anything_else_than_the_pickle_is_refused(change):
     with pytest.raises(CheckpointError, match="here"):
-        metadata = decode_metadata(with_index(encode_metadata(example()), change), "here")
+        metadata = decode_metadata(with_index(written(example()), change), "here")
         list(metadata.tensors["w"].chunks)
 
 
 def test_any_changed_byte_is_noticed_or_without_effect():
     """Of the entries and of the index; what else the pickle says is DCP's alone."""
     small = CheckpointMetadata({"w": stored((4, 2), torch.float32, [((0, 0), (4, 2))], [(2, 64, 900)])})
-    encoded = encode_metadata(small)
+    encoded = written(small)
     noticed = 0
     for position in range(len(encoded)):
         changed = bytearray(encoded)
