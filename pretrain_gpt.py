@@ -33,6 +33,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         tp=place.ps.tp,
         cp=ContextParallel.of(place.ps),
         sequence_parallel=config.parallel.sequence_parallel,
+        experts=place.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
         rng=place.rng,
         device=place.device,

@@ -54,11 +54,13 @@ class Measurements:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    experts: list[dict[str, list[float]]] = field(default_factory=list)
     points: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def interval(self, interval: Interval) -> None:
         self.losses += [it.lm_loss for it in interval.iterations]
         self.grad_norms += [it.grad_norm for it in interval.iterations]
+        self.experts += [it.experts for it in interval.iterations]
         self.skipped += [it.skipped for it in interval.iterations]
         self.learning_rates += [it.learning_rate for it in interval.iterations]
 

@@ -9,6 +9,7 @@ Large-Scale Language Model Training"). Experts are split over axes of their own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -54,9 +55,9 @@ class ParallelConfig:
     cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
     """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
     (all_gather), or by exchanging positions for heads (a2a)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = flag(1)
     """Number of ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None)
     """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     @property
@@ -169,6 +170,24 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ExpertAxes:
+    """What a layer with experts must know of the topology."""
+
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    all: Axis = Axis()
+    """ETP x EP, ETP fastest: all experts of a layer."""
+    tokens: tuple[Axis, ...] = ()
+    """Those over whose ranks the tokens of a micro batch are split."""
+    dp: Axis = Axis()
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks over which the tokens of a micro batch are split."""
+        return math.prod(axis.size for axis in self.tokens)
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """Place of one rank on every axis.
 
@@ -206,6 +225,10 @@ class ParallelState:
     def place(self) -> str:
         """This rank's place, for messages."""
         return f"tp {self.tp.rank}, cp {self.cp.rank}, dp {self.dp.rank}, pp {self.pp.rank}"
+
+    @property
+    def expert_axes(self) -> ExpertAxes:
+        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), self.dp)
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""

@@ -30,6 +30,8 @@ class ActivationMemory:
     data_mask: bool = False
     """The attention mask depends on the data (--reset-attention-mask)."""
     device_type: str = "cuda"
+    etp_size: int = 1
+    """Ranks over which an expert is split."""
     cp_size: int = 1
     cp_comm_type: str = "p2p"
 
@@ -102,7 +104,7 @@ class ActivationMemory:
             context *= 2  # as the kernel gave it, and as the projection takes it
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
         total = 4 * self.residual + 2 * self.local_tokens * normalizer  # two norms, and the linear layers behind them
-        total += qkv + context + (self.blocks + 1) * self.inner
+        total += qkv + context + self._mlp
         if c.qk_layernorm:  # the heads before and after it
             heads = c.num_attention_heads + c.query_groups
             total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
@@ -112,6 +114,22 @@ class ActivationMemory:
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
+
+    @property
+    def _mlp(self) -> int:
+        """What the MLP keeps. In a model with experts every layer is taken for one with them, and they for evenly used:
+        of each chosen expert's rows their input, the inner values around the activation and its product, and places."""
+        c = self.config
+        if not c.has_experts:
+            return (self.blocks + 1) * self.inner
+        rows = self.local_tokens * c.moe_router_topk * self.etp_size
+        inner = rows * c.moe_ffn_size // self.etp_size * self.itemsize
+        shared = self.tokens * (c.moe_shared_expert_intermediate_size or 0) // self.tp_size * self.itemsize
+        scores = 3 * self.local_tokens * c.experts * 4
+        return (
+            rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
+            + scores + 4 * 8 * rows
+        )  # fmt: skip
 
     @property
     def _masked(self) -> bool:

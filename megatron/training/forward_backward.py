@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
+from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, reduce_losses
@@ -49,6 +50,8 @@ def forward_backward(
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
     for chunk in run.chunks:
         chunk.require_sync = False
+    if run.config.model.has_experts and not forward_only:
+        start_step(run, num_microbatches)
 
     def before_last_backward(chunk: int) -> None:
         run.chunks[chunk].require_sync = True
@@ -66,6 +69,23 @@ def forward_backward(
         group_size=run.config.parallel.microbatch_group_size_per_vp_stage,
     )
     return totals
+
+
+def start_step(run: Run, num_microbatches: int) -> None:
+    """Auxiliary losses are means over micro batches and replicas, as the loss is; ranks of CP have shares of them."""
+    per_token = run.config.training.calculate_per_token_loss
+    scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
+    for router in routers(run.chunks):
+        router.start_step(scale, per_token)
+
+
+def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
+    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After the reductions."""
+    if not run.config.model.has_experts:
+        return None
+    of_rank = routers(run.chunks)
+    finish_step(of_rank)
+    return measurements(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
 
 
 def activation_shape(run: Run) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.exit import Decisions, ExitSignals, FiniteCheck, NotFiniteError
-from megatron.training.forward_backward import evaluate, forward_backward, report
+from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report
 from megatron.training.launch import (
     check_compiler,
     compile_layers,
@@ -146,7 +146,7 @@ def build_chunks(
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
-        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp))
+        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
     return chunks
@@ -155,7 +155,7 @@ def build_chunks(
 def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
     training = run.config.training
-    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length)
+    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length, run.config.model)
     check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
     if training.manual_gc:
@@ -228,7 +228,7 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
-    loss, step = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
+    loss, step, experts = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
     state.iteration += 1
     state.consumed_train_samples += batch_size
     state.num_floating_point_operations_so_far += run.flops_per_token * run.config.data.seq_length * batch_size
@@ -242,15 +242,19 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
             loss_scale=loss_scale,
             loss=loss,
             step=step,
+            experts=experts,
             params_norm=params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
         )
     )
 
 
-def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int) -> tuple[torch.Tensor, StepResult]:
+def train_step(
+    run: Run, batches: Iterator[Batch] | None, num_microbatches: int
+) -> tuple[torch.Tensor, StepResult, torch.Tensor | None]:
     """Gradients of one global batch, their reductions, the update, the schedule.
 
-    Returns this rank's [numerator, denominator] of the loss, and what the optimizer says; both stay on the device.
+    Returns this rank's [numerator, denominator] of the loss, what the optimizer says, and in a model with experts what
+    is measured of them; all stay on the device.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -259,12 +263,13 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
     with run.timers("finalize-model-grads"):
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
+        experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
-    return loss, step
+    return loss, step, experts
 
 
 def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:

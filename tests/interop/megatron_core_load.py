@@ -162,7 +162,8 @@ def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
     """Every shard must be the bits of its place in the global tensor, rows of padding zero. Returns the keys."""
     keys = set()
     for shard in tensors_of(state):
-        place = [slice(o, o + n) for o, n in zip(shard.global_offset, shard.local_shape, strict=True)]
+        lead, offset = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
+        place = [*lead, *(slice(o, o + n) for o, n in zip(offset, shard.local_shape, strict=True))]  # lead: the layer
         want = expected[shard.key][tuple(place)]
         padded = torch.zeros(shard.local_shape, dtype=want.dtype)
         padded[tuple(slice(n) for n in want.shape)] = want

@@ -171,7 +171,6 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 _MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "num_experts": (None, 1),
     "multi_latent_attention": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),

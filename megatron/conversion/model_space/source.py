@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +68,11 @@ def _check_of(kind: Any) -> Check:
         return optional(_OF_TYPE[kind])
     if typing.get_origin(kind) is tuple:
         return optional(sequence(integer(-1, 2**31 - 1), 2, least=2))
-    return _check_of(typing.get_args(kind)[0])  # X | None
+    arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+    if typing.get_origin(kind) is list or len(arms) > 1:
+        one = _check_of(arms[0])  # Megatron-LM stores one value where a list has one
+        return lambda value, where: (sequence(one, 10_000) if isinstance(value, list | tuple) else one)(value, where)
+    return _check_of(arms[0])  # X | None
 
 
 _MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}

@@ -6,6 +6,7 @@ import glob
 import os
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.format.input_files import read_regular
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
 
@@ -33,7 +34,7 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     """The iteration that the tracker names, "release", or None without a tracker. A garbled one is a ValueError."""
     path = Path(save_directory) / TRACKER
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace").strip()
+        text = read_regular(path).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if text == "release":

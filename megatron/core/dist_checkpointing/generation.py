@@ -19,11 +19,12 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import TRACKER
+from megatron.core.dist_checkpointing.format.input_files import read_json
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
@@ -54,7 +55,7 @@ class Generation(NamedTuple):
         checkpoint that they were about to replace gets its name back.
         """
         token = secrets.token_hex(8)
-        content = {"token": token, "since": datetime.now(UTC).isoformat(timespec="seconds"), **owner}
+        content = {"token": token, "since": datetime.now(timezone.utc).isoformat(timespec="seconds"), **owner}
         claim = root / f"{_CLAIM}{token}"
         while True:
             numbers = [0, *_generations(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
@@ -179,7 +180,7 @@ class Lineage(NamedTuple):
 def read_lineage(directory: Path) -> Lineage:
     """That of the checkpoint `iter_<n>` in `directory`; one without an intact `lineage.json` is of generation 0."""
     try:
-        pairs = json.loads((directory / LINEAGE).read_bytes())["branch"]
+        pairs = read_json(directory / LINEAGE)["branch"]
         branch = tuple((int(generation), int(iteration)) for generation, iteration in pairs)
         return Lineage(branch[:]) if branch else _of_number(directory)
     except (OSError, ValueError, TypeError, KeyError):

@@ -34,12 +34,13 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
     read_checksums,
 )
-from megatron.core.dist_checkpointing.format.input_files import read_json
+from megatron.core.dist_checkpointing.format.input_files import open_descriptor, open_regular, read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, file_name, mapping, record, text
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.loading.reader import Reader, read_metadata
+from megatron.core.durable_files import write_json
 
 _READ_SIZE = 8 * BLOCK_SIZE
 INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
@@ -184,14 +185,29 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         except OSError as error:
             report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
             continue
+        except CheckpointError as error:
+            report.problems.append(str(error))
+            continue
         if found != manifest["files"][name]:
             report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
     report.has_checksums, report.files = True, len(names)
 
 
+def write_integrity(directory: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> Path:
+    """Write the list of hashes that Megatron-LM's --verify-integrity checks at a load; returns its path.
+
+    It vouches for the files as they are now: `verify` first.
+    """
+    path = Path(directory)
+    names = sorted(file.name for file in path.iterdir() if file.is_file() and file.name != INTEGRITY)
+    files = {name: _sha256(path / name, progress) for name in names}
+    write_json(path / INTEGRITY, {"algorithm": "sha256", "files": files})
+    return path / INTEGRITY
+
+
 def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_READ_SIZE):
             digest.update(block)
             progress(len(block))
@@ -201,9 +217,11 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
 def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int], None]) -> list[str]:
     """The checksums of one whole file; damaged ranges are merged."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_descriptor(path)
     except OSError as error:
         return [f"{path}: cannot be opened: {error.strerror}"]
+    except CheckpointError as error:
+        return [str(error)]
     problems = []
     try:
         size = os.fstat(descriptor).st_size

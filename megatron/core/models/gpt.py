@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -57,6 +57,7 @@ class GPTModel(MegatronModule):
         tp: Axis | None = None,
         cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        experts: ExpertAxes | None = None,
         make_vocab_size_divisible_by: int = 128,
         rng: TensorParallelRng | None = None,
         device: torch.device | None = None,
@@ -86,6 +87,7 @@ class GPTModel(MegatronModule):
             rng=rng,
             cp=cp,
             sequence_parallel=sequence_parallel,
+            experts=experts,
             device=device,
         )
         self.output_layer = (

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,7 +27,7 @@ NORM_KEYS = {
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one."""
 
     def __init__(
         self,
@@ -36,6 +37,8 @@ class TransformerLayer(MegatronModule):
         rng: TensorParallelRng,
         cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        number: int = 0,
+        experts: ExpertAxes | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -45,7 +48,14 @@ class TransformerLayer(MegatronModule):
             config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
         )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
+        self.mlp: MoELayer | MLP
+        if config.moe_layer_pattern[number]:
+            axes = experts if experts is not None else ExpertAxes()
+            self.mlp = MoELayer(
+                config, layer_number=number, tp=tp, axes=axes, sequence_parallel=sequence_parallel, device=device
+            )
+        else:
+            self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""

@@ -221,6 +221,8 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
     if given.get("transformer_impl") == "transformer_engine":
         notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
     given.setdefault("max_position_embeddings", given.get("seq_length"))
+    if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
+        notes.append("--expert-tensor-parallel-size: the model has no experts")
     return given, notes
 
 
@@ -318,6 +320,34 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
             "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
         )
+
+
+def _check_experts(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    if not model.has_experts:
+        if parallel.ep_size > 1:
+            yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
+        return
+    if model.experts % max(parallel.ep_size, 1):
+        yield f"--num-experts {model.experts} is not divisible by --expert-model-parallel-size {parallel.ep_size}"
+    if model.moe_ffn_size % max(parallel.etp_size, 1):
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_size} is not divisible by --expert-tensor-parallel-size "
+            f"{parallel.etp_size} (by default --tensor-model-parallel-size)"
+        )
+    if (model.moe_shared_expert_intermediate_size or 0) % parallel.tp_size:
+        yield (
+            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size} is not divisible by "
+            f"--tensor-model-parallel-size {parallel.tp_size}"
+        )
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} needs --sequence-parallel: every rank "
+            "routes tokens of its own"
+        )
+    if config.optimizer.optimizer == "muon":
+        yield "--optimizer muon does not know experts: take adam"
+    parallel.edp_size(world_size)
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
@@ -433,6 +463,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
     (_check_context_parallel, "model parallel data"),
+    (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),
     (_check_gradients, "model ddp"),

@@ -1,5 +1,6 @@
 """tools/checkpoint/inspect.py: what it shows is what was saved, and damage and differences are found."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -204,3 +205,20 @@ def test_plan_plots_who_reads_what(tmp_path):
     layout = ["--pipeline-model-parallel-size", "2", "--plot", str(picture)]
     assert main(["plan", str(LLAMA / "torch_dist_fully_reshardable"), *layout]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
+    """What the next `verify`, and Megatron-LM's --verify-integrity, check; a damaged checkpoint gets none."""
+    directory = run / "iter_0000030"
+    assert main(["verify", str(run), "--write-integrity-json"]) == 0
+    manifest = json.loads((directory / "integrity.json").read_text())
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    files.pop("integrity.json")
+    assert manifest == {"algorithm": "sha256", "files": files}
+    (directory / "common.pt").write_bytes(b"something else")
+    capsys.readouterr()
+    code, report = json_of(capsys, "verify", run)
+    assert code == 1 and any("not what integrity.json vouches for" in problem for problem in report["problems"])
+    (directory / "integrity.json").unlink()
+    assert main(["verify", str(run), "--write-integrity-json"]) == 1
+    assert not (directory / "integrity.json").exists()

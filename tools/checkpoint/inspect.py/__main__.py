@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import CheckpointError, Reader, load_commo
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
-from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes
+from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes, write_integrity
 from megatron.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
@@ -229,6 +229,8 @@ def run_verify(args: argparse.Namespace) -> int:
     path = verify_target(args.path, args.ckpt_step)
     with bar(total_bytes(path), "verify", args.quiet or args.json) as progress:
         report = verify(path, workers=args.workers, progress=progress.update)
+        if args.write_integrity_json and report.ok:
+            write_integrity(path, progress.update)
     if args.json:
         print(json.dumps({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1))
         return int(not report.ok)
@@ -420,6 +422,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument("--keys", default="*", help="only keys that match this pattern")
         else:
             command.add_argument("--workers", type=int, default=4, help="files read at once")
+            command.add_argument(
+                "--write-integrity-json",
+                action="store_true",
+                help="if intact, write integrity.json, which Megatron-LM's --verify-integrity asks for",
+            )
         command.add_argument("--ckpt-step", type=int, help="the iteration, if PATH is a --save directory")
         if name in ("show", "plan"):
             command.add_argument("--plot", type=Path, metavar="PNG", help="draw which file or rank has what")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 from megatron.core.dist_checkpointing.files import CHECKSUMS, OLD_CHECKSUMS
+from megatron.core.dist_checkpointing.format.input_files import open_descriptor, read_regular
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 BLOCK_SIZE = 1 << 20
@@ -130,7 +131,7 @@ def read_checksums(directory: Path) -> dict[str, FileChecksums]:
         raise CheckpointError(
             f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
         )
-    return decode_checksums(path.read_bytes(), str(path))
+    return decode_checksums(read_regular(path, limit=1 << 40), str(path))
 
 
 class BlockVerifier:
@@ -144,7 +145,7 @@ class BlockVerifier:
     def check_file(self, name: str) -> None:
         """All of a file. Raises CheckpointError if it is missing, truncated or damaged."""
         try:
-            descriptor = os.open(self._directory / name, os.O_RDONLY)
+            descriptor = open_descriptor(self._directory / name)
         except OSError as error:
             raise CheckpointError(f"{self._directory / name}: cannot be opened: {error.strerror}") from error
         try:

@@ -17,13 +17,18 @@ from megatron.core.dist_checkpointing.format.schema import MAX_DEPTH, Checkpoint
 MAX_JSON = 256 << 20  # bytes
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """`path` for unbuffered reading. Raises CheckpointError unless it is a regular file, OSError if it is not there."""
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+    """`path` for reading. Raises CheckpointError unless it is a regular file, OSError if it is not there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking: a pipe opens at once
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{printable(str(path))} is not a regular file")
-    return open(descriptor, "rb", buffering=0)
+    return descriptor
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """The same as an unbuffered file."""
+    return open(open_descriptor(path), "rb", buffering=0)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:

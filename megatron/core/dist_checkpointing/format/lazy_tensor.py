@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
+from megatron.core.dist_checkpointing.format.input_files import open_descriptor
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 
 
@@ -86,7 +87,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 def _read_into(path: Path, view: memoryview, position: int) -> None:
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_descriptor(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
     try:

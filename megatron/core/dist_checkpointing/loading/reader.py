@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
-from megatron.core.dist_checkpointing.format.input_files import open_regular
+from megatron.core.dist_checkpointing.format.input_files import open_descriptor, open_regular
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
@@ -192,7 +192,7 @@ class _ShardReader:
 
     def __enter__(self) -> _ShardReader:
         try:
-            self._descriptor = os.open(self._path, os.O_RDONLY)
+            self._descriptor = open_descriptor(self._path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self._path}: the shard file is missing") from error
         except OSError as error:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    Reader,
     ShardedObject,
     ShardedTensor,
     load,
@@ -195,3 +196,17 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
 )
 def test_a_list_of_hashes_that_is_none_is_named(pristine, tmp_path, changes, message):
     assert any(message in problem for problem in verify(with_manifest(pristine, tmp_path, **changes)).problems)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "checksums.bin", "common.pt", ".metadata"])
+def test_only_regular_files_are_read(checkpoint, name):
+    """A pipe in place of a shard, or of the checksums, was waited for without end; /dev/zero was read without end."""
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to("/dev/null")
+    wanted = f"{checkpoint / name} is not a regular file"
+    assert wanted in verify(checkpoint).problems
+    with pytest.raises(CheckpointError, match=wanted):
+        load_common(checkpoint)
+        reader = Reader(checkpoint, verify=True)
+        for key, stored in reader.metadata.tensors.items():
+            reader.read(key, (0,) * len(stored.shape), stored.shape)
