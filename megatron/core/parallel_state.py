@@ -193,7 +193,7 @@ class ParallelState:
 
     Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
     same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
-    fastest). Nothing is exchanged over `dp` alone: it has no group of its own unless it is `dp_cp`.
+    fastest). Over `dp` alone go only the loads of experts.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
 
@@ -250,7 +250,7 @@ class ParallelState:
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most six groups, ten with expert parallelism, whatever the size of the world. NCCL's
+        A rank takes part in at most seven groups (eleven with expert parallelism) whatever the size of the world. NCCL's
         communicators are split off that of the world, all of an axis in one call; other groups are made by their
         members alone.
         """
@@ -261,8 +261,8 @@ class ParallelState:
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
-            if name == "dp":
-                continue
+            if name == "dp" and config.cp_size == 1:
+                continue  # it is dp_cp
             if everyone is not None:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:
