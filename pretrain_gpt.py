@@ -10,7 +10,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.datasets import Dataset, build_datasets
+from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.context_parallel import ContextParallel
@@ -45,7 +45,8 @@ def datasets_provider(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Train, validation and test samples."""
     assert config.model.vocab_size is not None
-    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size)
+    fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data else None
+    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
 
 
 def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:

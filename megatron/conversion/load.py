@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.conversion.megatron_lm.args import param_groups, training_state
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, LoadReport, Reader, ShardedStateDict, fill
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    LoadReport,
+    Reader,
+    ShardedStateDict,
+    ShardedTensor,
+    fill,
+)
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.progress import Progress
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
 _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
@@ -60,7 +69,7 @@ class _SourceReader:
         for key, offset, target in requests:
             target.copy_(self._source.read(key, offset, tuple(target.shape)))
             self.bytes_needed += target.numel() * self.tensors[key].dtype.itemsize
-        self.bytes_read = self.bytes_needed
+            self.bytes_read = self.bytes_needed
 
     def read_object(self, key: str) -> Any:
         assert self._source.training is not None
@@ -73,4 +82,9 @@ def load_from_source(state: ShardedStateDict, source: Source, **options: Any) ->
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
     reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
-    return fill(state, reader, source.description, **options)
+    total = sum(
+        box.tensor.nbytes for entry in state.values() if isinstance(entry, ShardedTensor) for box in entry.boxes
+    )
+    quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
+    with Progress(f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet):
+        return fill(state, reader, source.description, **options)

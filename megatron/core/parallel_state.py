@@ -250,7 +250,7 @@ class ParallelState:
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most seven groups (eleven with expert parallelism) whatever the size of the world. NCCL's
+        A rank takes part in at most seven groups (eleven with experts) whatever the size of the world. NCCL's
         communicators are split off that of the world, all of an axis in one call; other groups are made by their
         members alone.
         """

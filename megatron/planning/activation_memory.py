@@ -103,12 +103,13 @@ class ActivationMemory:
         if self.exchanges_heads and c.recompute_granularity != "selective":
             context *= 2  # as the kernel gave it, and as the projection takes it
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
-        total = 4 * self.residual + 2 * self.local_tokens * normalizer  # two norms, and the linear layers behind them
-        total += qkv + context + self._mlp
+        total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
+        total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
+        total += qkv + context + (0 if self.mlp_again else self._mlp)
         if c.qk_layernorm:  # the heads before and after it
             heads = c.num_attention_heads + c.query_groups
             total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
-        if c.recompute_granularity != "selective":
+        if not c.recomputes("core_attn"):
             total += self.tokens * c.num_attention_heads // self.tp_size * 4  # log-sum-exp
             total += self._layer_mask
         if c.hidden_dropout:
@@ -130,6 +131,11 @@ class ActivationMemory:
             rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
             + scores + 4 * 8 * rows
         )  # fmt: skip
+
+    @property
+    def mlp_again(self) -> bool:
+        """Backward computes the MLP again."""
+        return self.config.recomputes("moe" if self.config.has_experts else "mlp")
 
     @property
     def _masked(self) -> bool:
@@ -179,7 +185,9 @@ class ActivationMemory:
     @cached_property
     def layer_backward(self) -> int:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
-        c, kept_mlp = self.config, (self.blocks + 1) * self.inner
+        c = self.config
+        normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
+        mlp = self._mlp if self.mlp_again else 0  # there again for a while
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
@@ -194,10 +202,11 @@ class ActivationMemory:
             + (self.whole + self.residual if self.sequence_parallel else 0)
             + self.blocks * weight_grad
             - self.inner,
-            # three temporaries in fp32, and the gradient in the model's type
-            "norm": 3 * self.residual * 4 // self.itemsize + self.residual - kept_mlp - self.residual,
+            # three temporaries in fp32, and the gradient in the model's type; the MLP and its input are gone
+            "norm": 3 * self.residual * 4 // self.itemsize - self._mlp,
         }
-        return self.residual + max(points.values())  # the gradient of the residual stream is there throughout
+        # the gradient of the residual stream is there throughout
+        return self.residual + normed + mlp + max(points.values())
 
     @property
     def head(self) -> int:

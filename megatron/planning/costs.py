@@ -110,7 +110,7 @@ def _tensor_parallel(
     ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
     loss = sum(chunk.post_process for chunk in chunks)
     whole = activations.whole * microbatches
-    sums = 4 * layers + 2 * again + ends
+    sums = 4 * layers + 2 * again + layers * activations.mlp_again + ends
     if not run.parallel.sequence_parallel:
         return Traffic(size, all_reduce=sums * whole)
     gathers = sums + 2 * layers + loss

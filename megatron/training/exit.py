@@ -62,7 +62,7 @@ class Exit(NamedTuple):
     failed: bool = False  # it ends because saving fails
 
 
-class Verdict(NamedTuple):
+class SaveAndExit(NamedTuple):
     """The same on every rank."""
 
     save: bool
@@ -76,7 +76,7 @@ class _Votes(NamedTuple):
     failed: int = 0
 
 
-class Decisions:
+class SaveAndExitPolicy:
     """Call `after` once per iteration on all ranks, `finish` after the last.
 
     `clock` tells the time in seconds; `started` is its reading when the time of --exit-duration-in-mins began.
@@ -105,7 +105,7 @@ class Decisions:
         )
         self._exchange = _Exchange(device)
 
-    def after(self, iteration: int, seconds: float = 0.0) -> Verdict:
+    def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
         """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
         votes = self._exchange.take() if self._needs_votes else _Votes()
         leave = self._leave(iteration, votes)
@@ -114,7 +114,7 @@ class Decisions:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
             self._exchange.start(self._votes(seconds))
-        return Verdict(save, leave)
+        return SaveAndExit(save, leave)
 
     def finish(self) -> None:
         """Take part in the last exchange."""
@@ -188,7 +188,7 @@ class _Submitted:
     skipped: HostCopy
 
 
-class FiniteCheck:
+class NanCheck:
     """Looks at every iteration, one iteration late, so that the device need not stop for it.
 
     The optimizer leaves out every update whose gradient norm is not finite, so nothing is damaged in the meantime. With

@@ -24,15 +24,15 @@ from megatron.training.checkpoint.checkpointing import (
     model_state,
     save_checkpoint,
     save_hf,
+    take_save_directory,
 )
-from megatron.training.checkpoint.ownership import take_save_directory
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import Decisions, ExitSignals, FiniteCheck, NotFiniteError
+from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy
 from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report
 from megatron.training.launch import (
     check_compiler,
@@ -45,9 +45,8 @@ from megatron.training.launch import (
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm
-from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.profiling import StepProfiler, Timers
 from megatron.training.reporting.summary import reporting
-from megatron.training.reporting.timers import Timers
 from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
 logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
     training = run.config.training
     log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length, run.config.model)
-    check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
+    check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
     if training.manual_gc:
         gc.disable()
@@ -166,7 +165,9 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _saver_closed(run),
         StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
-        decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock)
+        decisions = SaveAndExitPolicy(
+            signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock
+        )
         while leave is None and run.state.iteration < run.train_iters:
             began = run.clock()
             profiler.before(run.state.iteration + 1)
@@ -213,7 +214,7 @@ def _is_multiple(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
-def _save(run: Run, log: TrainingLog, check: FiniteCheck) -> None:
+def _save(run: Run, log: TrainingLog, check: NanCheck) -> None:
     """Save, if the last update was finite. Only a save that training waits for anyway waits for the device, too."""
     config, since = run.config.checkpoint, time.perf_counter()
     if config.save is None:
@@ -223,7 +224,7 @@ def _save(run: Run, log: TrainingLog, check: FiniteCheck) -> None:
         save_checkpoint(run, config.save, config.ckpt_format, since)
 
 
-def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:
+def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: NanCheck) -> None:
     """One optimizer step, and everything that counts it."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
@@ -272,7 +273,7 @@ def train_step(
     return loss, step, experts
 
 
-def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
+def _report_interval(run: Run, log: TrainingLog, check: NanCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
     fields = as_fields(interval) | {
         "train_iters": run.train_iters,

@@ -40,6 +40,11 @@ RUNS = {  # name -> (processes, flags)
     "alibi": (1, "--position-embedding-type alibi"),
     "qk norm": (1, UNTIED + "--qk-layernorm"),
     "selective": (1, UNTIED + "--recompute-granularity selective"),
+    "selective parts": (1, LLAMA + "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    "tp2 sp, selective parts": (
+        2,
+        UNTIED + TP2 + "--sequence-parallel --recompute-granularity selective --recompute-modules mlp",
+    ),
     "full, uniform": (1, UNTIED + FULL.format("uniform", 2) + "--bf16"),
     "full, block": (1, UNTIED + FULL.format("block", 3)),
     "tp2": (2, UNTIED + TP2),

@@ -64,7 +64,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredParameter:
     """A row for one tensor of one model: where exactly its values are."""
 
     key: str
@@ -111,7 +111,7 @@ class Family:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(self, config: TransformerConfig) -> list[Place]:
+    def places(self, config: TransformerConfig) -> list[StoredParameter]:
         """Every parameter of the model that has a row, in the order of transformers."""
         shapes = model_tensors(config)
         layers = [row for row in self.rows if "{i}" in row.key]
@@ -124,7 +124,7 @@ class Family:
             key = row.key.replace("{i}", str(layer))
             if key in shapes:
                 names = tuple(name.replace("{i}", str(layer)) for name in row.names)
-                places.append(Place(key, shapes[key], names, row.layout(config, shapes[key]), row.transposed))
+                places.append(StoredParameter(key, shapes[key], names, row.layout(config, shapes[key]), row.transposed))
         return places
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.huggingface.config_rules import CONFIG
-from megatron.conversion.huggingface.families import Place, family_of
+from megatron.conversion.huggingface.families import StoredParameter, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
@@ -81,7 +81,7 @@ class HuggingFaceSource:
             return torch.zeros(shape, dtype=info.dtype)
         return self._read_parameter(self._places[key], offset, shape)
 
-    def _read_parameter(self, place: Place, offset: Shape, shape: Shape) -> torch.Tensor:
+    def _read_parameter(self, place: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             name = self._stored(place.names[source])
             if place.transposed:
@@ -119,7 +119,7 @@ class HuggingFaceSource:
         stored = self._stored(name)
         return self._files[stored].tensors[stored]
 
-    def _holds(self, place: Place) -> bool:
+    def _holds(self, place: StoredParameter) -> bool:
         """False for a bias that config.json says is absent: it is zero. Raises ValueError for a missing tensor."""
         missing = [name for name in map(self._stored, place.names) if name not in self._files]
         if missing and not (self._bias_is_off(place.key) and len(missing) == len(place.names)):

@@ -15,10 +15,10 @@ from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
+    rng_key,
     stored_model,
     training_state,
 )
-from megatron.conversion.megatron_lm.objects import rng_key
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     bucket_size_of,
@@ -28,7 +28,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     read_checked,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
@@ -147,7 +147,7 @@ class LegacySource:
         info = TensorInfo(parameter.global_shape, tensor.dtype)
         for box in parameter.boxes:
             region = region_of_flat(_flat_reader(tensor), first + box.start, box.shape)
-            self._table.add(key, info, Piece(box.offset, box.shape, region))
+            self._table.add(key, info, StoredPiece(box.offset, box.shape, region))
 
     def _add_buffers(self, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""

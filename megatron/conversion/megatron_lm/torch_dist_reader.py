@@ -11,12 +11,12 @@ import torch
 
 from megatron.conversion.megatron_lm.args import (
     arguments,
+    is_extra_state,
     param_groups,
     stored_model,
     training_state,
 )
 from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
-from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
@@ -26,7 +26,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
-from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
@@ -138,7 +138,9 @@ class TorchDistSource:
             if original is None:
                 shape = stored.shape[len(lead) :]
                 self._table.add(
-                    target, TensorInfo(shape, stored.dtype), Piece((0,) * len(shape), shape, self._region(key, lead))
+                    target,
+                    TensorInfo(shape, stored.dtype),
+                    StoredPiece((0,) * len(shape), shape, self._region(key, lead)),
                 )
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
@@ -157,7 +159,7 @@ class TorchDistSource:
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
-            self._table.add(target, TensorInfo(shape, stored.dtype), Piece(offset, extent, region))
+            self._table.add(target, TensorInfo(shape, stored.dtype), StoredPiece(offset, extent, region))
 
     def _add_buckets(self, buckets: dict[tuple[int, int, int, str], str]) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
@@ -182,7 +184,7 @@ class TorchDistSource:
             info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
             for box in parameter.boxes:
                 region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
-                self._table.add(optimizer_key(state, parameter.key), info, Piece(box.offset, box.shape, region))
+                self._table.add(optimizer_key(state, parameter.key), info, StoredPiece(box.offset, box.shape, region))
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
         """Elements of the stored tensor along its last axis, at `place` on the others."""

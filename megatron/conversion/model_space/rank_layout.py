@@ -185,7 +185,7 @@ _STATES = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class RankLoad:
     """What one model-parallel rank holds of a checkpoint. Bytes are as stored."""
 
     tp: int
@@ -197,7 +197,7 @@ class RankPlan:
     parts: dict[str, dict[str, int]]  # these bytes by part of the model and kind
 
 
-def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
+def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     """What every model-parallel rank of `layout` reads of `source`, TP fastest.
 
     Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
@@ -216,7 +216,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
             part["weights"] += _stored_bytes(source, {key: numel}, [""])
             part["optimizer"] += _stored_bytes(source, {key: numel}, [f"optimizer.state.{s}." for s in _STATES])
         weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
-        plans.append(RankPlan(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
+        plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
     return plans
 
 

@@ -96,6 +96,10 @@ _RUN: dict[str, Check] = {
     },
     **{f"decoder_{end}_pipeline_num_layers?": optional(LAYERS) for end in ("first", "last")},
     **{f"{name}?": optional(text()) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")},
+    "special_tokens?": optional(sequence(text(256), 10_000)),
+    "legacy_tokenizer?": optional(boolean),
+    "tiktoken_pattern?": optional(text(8)),
+    "tiktoken_num_special_tokens?": optional(SIZE),
     **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
     "train_data_fingerprint?": optional(text()),
 }

@@ -10,9 +10,11 @@ from functools import partial
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.config import SPLITS, Blend, Fractions, GPTDatasetConfig, Split, sequence_range
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, cache_directory
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock_dataset import MockGPTDataset
+from megatron.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,11 @@ Build = Callable[[Split, int | None], Dataset | None]
 
 
 def build_datasets(
-    config: GPTDatasetConfig, num_samples: Sequence[int | None], eod: int, vocab_size: int
+    config: GPTDatasetConfig,
+    num_samples: Sequence[int | None],
+    eod: int,
+    vocab_size: int,
+    fim: FillInTheMiddle | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(train, valid, test) with at least `num_samples` samples each.
 
@@ -30,7 +36,7 @@ def build_datasets(
     """
     assert len(num_samples) == len(SPLITS)
     build: Build = (
-        partial(_build_mock, config, eod, vocab_size) if config.mock_data else _Builder(config, eod, vocab_size)
+        partial(_build_mock, config, eod, vocab_size) if config.mock_data else _Builder(config, eod, vocab_size, fim)
     )
     train, valid, test = (build(s, n) if n != 0 else None for s, n in zip(SPLITS, num_samples, strict=True))
     if train is None and num_samples[0] != 0:
@@ -51,18 +57,27 @@ def _build_mock(
 class _Builder:
     """Opens every prefix once, whatever the number of splits and blend members that read it."""
 
-    def __init__(self, config: GPTDatasetConfig, eod: int, vocab_size: int) -> None:
+    def __init__(self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: FillInTheMiddle | None) -> None:
         self.config = config
+        self.fim = fim
         self.eod = eod
         self.vocab_size = vocab_size
         self.sources = config.sources()
         prefixes = list(dict.fromkeys(prefix for blend, _ in self.sources.values() for prefix in blend.prefixes))
-        opened = self._map(lambda prefix: IndexedDataset(prefix, config.mmap_bin_files), prefixes)
+        opened = self._map("opening data", lambda prefix: IndexedDataset(prefix, config.mmap_bin_files), prefixes)
         self.indexed = dict(zip(prefixes, opened, strict=True))
 
-    def _map(self, function: Callable, *items: Sequence) -> list:
-        with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as threads:
-            return list(threads.map(function, *items))
+    def _map(self, what: str, function: Callable, *items: Sequence) -> list:
+        """`function` of all items, one per data set, by several threads."""
+        results = []
+        with (
+            ThreadPoolExecutor(self.config.num_dataset_builder_threads) as threads,
+            Progress(what, len(items[0]), "data sets", quiet=not self.config.verify_index_cache) as progress,
+        ):
+            for result in threads.map(function, *items):
+                results.append(result)
+                progress.add(1)
+        return results
 
     def __call__(self, split: Split, num_samples: int | None) -> Dataset | None:
         if split not in self.sources:
@@ -78,7 +93,9 @@ class _Builder:
                 f"the {split} split is a blend with weights, which has no end: ask for a number of samples"
             )
         size, wanted = _blend_sizes(blend, num_samples, self.config.mid_level_dataset_surplus)
-        members = self._map(lambda prefix, n: self._member(split, fractions, prefix, n), blend.prefixes, wanted)
+        members = self._map(
+            f"{split} indices", lambda prefix, n: self._member(split, fractions, prefix, n), blend.prefixes, wanted
+        )
         cache = cache_directory(self.config, blend.prefixes[0])
         name, verify = f"BlendedDataset-{split}", self.config.verify_index_cache
         dataset = BlendedDataset(members, blend.weights, size, cache, name, verify)
@@ -89,7 +106,7 @@ class _Builder:
     def _member(self, split: Split, fractions: Fractions, prefix: str, num_samples: int | None) -> GPTDataset:
         indexed = self.indexed[prefix]
         sequences = sequence_range(fractions, len(indexed))
-        return GPTDataset(indexed, sequences, split, num_samples, self.config, self.eod, self.vocab_size)
+        return GPTDataset(indexed, sequences, split, num_samples, self.config, self.eod, self.vocab_size, self.fim)
 
 
 def _blend_sizes(blend: Blend, num_samples: int | None, surplus: float) -> tuple[int | None, list[int | None]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.core.datasets.config import SPLITS, GPTDatasetConfig, Split
-from megatron.core.datasets.gpt_dataset import Sample, finish_sample
+from megatron.core.datasets.config import GPTDatasetConfig, Split
+from megatron.core.datasets.gpt_dataset import Sample, finish_sample, generator_of
 from megatron.core.datasets.index_cache import digest_of
 
 SYMBOLS = 128  # few enough for a small model to learn in some dozen iterations
@@ -47,7 +47,7 @@ class MockGPTDataset:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        random = np.random.RandomState([self.config.seed, SPLITS.index(self.split), index & 0xFFFFFFFF, index >> 32])
+        random = generator_of(self.config.seed, self.split, index)
         length = self.config.seq_length + self.config.extra_tokens
         ends = random.random_sample(length) < 1 / (MEAN_DOCUMENT_LENGTH + 1)
         starts = random.randint(0, len(self.words), size=length)  # used at the first position of each document

@@ -18,7 +18,7 @@ from megatron.core.module import ParamInfo
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
 from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, make_grad_scaler, sum_of_squares
-from megatron.core.optimizer.muon import MatrixLayout, matrix_layouts
+from megatron.core.optimizer.update_rules import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 
 logger = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ class SelfAttention(MegatronModule):
                 query, key = rotate(query, rotary), rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
-        if self.config.recompute_granularity == "selective" and self.training:
+        if self.config.recomputes("core_attn") and self.training:
             context = checkpoint(self._attend, self.rng, query, key, value, attention_mask)
         else:
             context = self._attend(query, key, value, attention_mask)

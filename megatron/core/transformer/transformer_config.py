@@ -17,6 +17,7 @@ _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"position_embedding_type": "rope"}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")
 _MOE = {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
@@ -175,7 +176,11 @@ class TransformerConfig:
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Recompute activations in backward: whole layers (full) or attention only (selective)."""
+    """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
+    recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
+    """With selective: attention without its projections (core_attn, the default), the two norms in front of the
+    projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
+    dispatch (moe)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)
@@ -359,6 +364,10 @@ class TransformerConfig:
         """What the MLP computes between its matrices."""
         named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
+
+    def recomputes(self, module: str) -> bool:
+        """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""
+        return self.recompute_granularity == "selective" and module in (self.recompute_modules or ["core_attn"])
 
     @property
     def tanh_gelu(self) -> bool:

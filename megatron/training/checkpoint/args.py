@@ -23,6 +23,10 @@ ALSO_TAKEN = (
     "tokenizer_model",
     "vocab_file",
     "merge_file",
+    "special_tokens",
+    "legacy_tokenizer",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
     "vocab_size",
     "null_tokenizer_eod_id",
 )

@@ -147,7 +147,7 @@ class FlagParser:
                 line.given = line.given | other.values if other.wins else other.values | line.given
 
     def _unknown(self, name: str) -> str:
-        known = [*self.spellings, *MEGATRON_OPTIONS]
+        known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
         return f"unknown flag {name}: {hint}"

@@ -80,7 +80,7 @@ _REASONS = {
         --bert-no-binary-head --mask-prob --short-seq-prob --decoder-seq-length --retriever-seq-length
         --bert-embedder-type --output-bert-embeddings --relative-attention-num-buckets
         --relative-attention-max-distance""",
-    "one tokenizer library of each kind": "--legacy-tokenizer --tokenizer-hf-use-fast",
+    "one tokenizer library of each kind": "--tokenizer-hf-use-fast",
     "tokenizers are not copied into checkpoints": "--no-save-tokenizer-assets",
     "the format is found out from the files": "--auto-detect-ckpt-format",
     "writers live as long as the run": """

@@ -220,6 +220,11 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
         problems.append(str(error))
     if given.get("transformer_impl") == "transformer_engine":
         notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
+    if "fim_rate" in given and not given.get("fim_data"):
+        problems.append(
+            f"--fim-rate {given['fim_rate']} without --fim-data: to Megatron-LM this is no fill-in-the-middle data, to "
+            "BigCode's fork it is: add --fim-data, or leave it out"
+        )
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
         notes.append("--expert-tensor-parallel-size: the model has no experts")

@@ -67,6 +67,7 @@ def test_every_kind_of_value():
         ("--num-layers", r"--num-layers needs a value"),
         ("--kind c", r"--kind: 'c' is not one of a, b"),
         ("--window 3", r"--window: '3' is not 2 numbers joined by commas"),
+        ("--optimzer adam", r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$"),
         ("--num-layer 4", r"unknown flag --num-layer: did you mean --num-layers"),
         ("--num_layers 4", r"unknown flag --num_layers: did you mean --num-layers"),
         ("--zzz", r"unknown flag --zzz: --help lists all flags"),
