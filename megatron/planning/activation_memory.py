@@ -100,7 +100,7 @@ class ActivationMemory:
         takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
         groups = c.query_groups if takes else c.num_attention_heads
         qkv, context = per_head * (c.num_attention_heads + 2 * groups), per_head * c.num_attention_heads
-        if self.exchanges_heads and c.recompute_granularity != "selective":
+        if self.exchanges_heads and not c.recomputes("core_attn"):
             context *= 2  # as the kernel gave it, and as the projection takes it
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
         total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
@@ -168,13 +168,11 @@ class ActivationMemory:
     @property
     def _attention_backward(self) -> int:
         """Held by the backward pass of attention over several ranks: what the exchange needs, and gradients."""
-        context, mixed = (
-            self.per_head * self.config.num_attention_heads,
-            self.per_head * self.config.num_attention_heads,
-        )
-        mixed += self.key_values
+        context = self.per_head * self.config.num_attention_heads
         if self.exchanges_heads:
-            return context + 3 * mixed  # of the output; of queries, keys and values, before and after their exchange
+            return context + 3 * (
+                context + self.key_values
+            )  # of the output; of queries, keys and values, before and after their exchange
         if not self.blockwise:
             return 0
         queries = context + context * 4 // self.itemsize  # of the output, of queries in fp32
@@ -192,9 +190,8 @@ class ActivationMemory:
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
         gathered = self.whole if self.sequence_parallel else 0
-        kept_mlp_and_norm = kept_mlp + self.residual
         points = {
-            "attention": self._attention_backward - kept_mlp_and_norm,
+            "attention": self._attention_backward - self._mlp - self.residual,  # both are gone by then
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
             "activation": (3 if c.gated else 1) * self.inner,

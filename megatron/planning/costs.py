@@ -129,7 +129,7 @@ def _context_parallel(
     if activations.exchanges_heads:
         there_and_back = own + 2 * activations.per_head * run.model.num_attention_heads
         return Traffic(size, all_to_all=(2 * layers + again) * there_and_back)
-    if run.model.recompute_granularity == "selective":
+    if run.model.recomputes("core_attn"):
         again = layers
     fetched = 2 * layers + again
     if run.parallel.cp_comm_type == "p2p":
