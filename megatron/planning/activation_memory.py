@@ -170,9 +170,8 @@ class ActivationMemory:
         """Held by the backward pass of attention over several ranks: what the exchange needs, and gradients."""
         context = self.per_head * self.config.num_attention_heads
         if self.exchanges_heads:
-            return context + 3 * (
-                context + self.key_values
-            )  # of the output; of queries, keys and values, before and after their exchange
+            # of the output; of queries, keys and values, before and after their exchange
+            return context + 3 * (context + self.key_values)
         if not self.blockwise:
             return 0
         queries = context + context * 4 // self.itemsize  # of the output, of queries in fp32

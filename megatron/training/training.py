@@ -32,7 +32,7 @@ from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy
+from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy, is_multiple
 from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report
 from megatron.training.launch import (
     check_compiler,
@@ -64,7 +64,7 @@ def pretrain(
 
     `clock` is the time, in seconds, that --save-interval-secs and --exit-duration-in-mins go by.
 
-    Raises ValueError for what the user can mend, the same on every rank that can see it.
+    Raises ValueError for what the user can correct, the same on every rank that can see it.
     """
     started = clock()
     console.configure_logging(environment_rank(), config.logging.log_format)
@@ -179,16 +179,16 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             over = leave is not None or iteration >= run.train_iters
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
-            if _is_multiple(iteration, run.config.profiling.log_memory_interval):
+            if is_multiple(iteration, run.config.profiling.log_memory_interval):
                 logger.info(memory_line(iteration, run.device))
-            if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
+            if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
             if over or save:
                 _save(run, log, check)
             run.saver.after_iteration()
             _report_saves(run, writers)
-            if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
+            if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
         decisions.finish()
@@ -202,16 +202,12 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
 
 @contextmanager
 def _saver_closed(run: Run) -> Iterator[None]:
-    """A run that stops on all ranks together still completes the save under way, and clears up after a failed one."""
+    """A run that stops on all ranks together still completes the save under way, and cleans up after a failed one."""
     try:
         yield
     except (NotFiniteError, SaveFailedError):
         run.saver.close()
         raise
-
-
-def _is_multiple(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
 def _save(run: Run, log: TrainingLog, check: NanCheck) -> None:
@@ -312,6 +308,6 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
     """When the run is complete: the validation loss of the last iteration, and the test loss."""
     training, iteration = run.config.training, run.state.iteration
     if iteration >= run.train_iters:
-        if training.skip_train or not _is_multiple(iteration, training.eval_interval):
+        if training.skip_train or not is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)

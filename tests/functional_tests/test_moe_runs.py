@@ -1,7 +1,6 @@
 """Models with experts: on every layout, from every form and back, they go on along the curve of Megatron-LM."""
 
 import shlex
-import tarfile
 
 import pytest
 
@@ -11,6 +10,7 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
 from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider
+from tests.unpacked import unpacked
 
 GOLDEN = ROOT / "tests/golden"
 PATHS = ("--save", "--load", "--data-path", "--data-cache-path", "--save-interval")
@@ -57,17 +57,8 @@ LAYOUTS = {  # name -> (processes, flags)
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """Checkpoints of Megatron-LM by model and name, unpacked."""
-
-    def unpack(model, name):
-        directory = tmp_path_factory.getbasetemp() / "megatron_moe" / model / name
-        if not directory.exists():
-            with tarfile.open(GOLDEN / "megatron_moe" / model / f"{name}.tar.xz") as archive:
-                archive.extractall(directory, filter="data")
-        (only,) = directory.iterdir()
-        return only
-
-    return unpack
+    """Checkpoints of Megatron-LM by model and name."""
+    return lambda model, name: unpacked(tmp_path_factory, f"megatron_moe/{model}/{name}")
 
 
 def flags_of(model: str) -> list[str]:
@@ -152,3 +143,19 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, sav
     copy = open_checkpoint(tmp_path / "torch_dist")
     assert compare(open_checkpoint(tmp_path / "saved"), copy) == len(copy.tensors) == 4 * 17
     check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", load), first=6)
+
+
+@pytest.mark.parametrize(
+    "form,layout",
+    [
+        ("ep2_dp_reshardable", "single"),
+        ("single_fully_reshardable", "ep2"),
+        ("tp2ep2etp2_legacy", "pp2_ep2"),
+        ("ep2_nodistopt_legacy", "tp2_ep2_etp2"),
+    ],
+)
+def test_what_megatron_saved_goes_on(pool, tmp_path, archives, form, layout):
+    """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot do."""
+    processes, flags = LAYOUTS[layout]
+    load = f"--load {archives('mixtral_fp32', form)} --data-cache-path {tmp_path}"
+    check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", f"{flags} {load}"), first=6)

@@ -162,8 +162,19 @@ def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(plain, key=lambda group: -float(group.get("wd_mult") or 0.0))
 
 
-def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-    """The groups in the `optimizer` dict of any variant (formats: one level deeper with half precision or sharding)."""
+def chained(optimizer: Any) -> list[Mapping[str, Any]]:
+    """The optimizers of a run: one, or that of the dense layers and that of the experts (EP > 1)."""
+    if isinstance(optimizer, Mapping) and 0 in optimizer:
+        return [optimizer[number] for number in sorted(optimizer)]
+    return optimizer if isinstance(optimizer, list) else [optimizer]
+
+
+def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
+    """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
+
+    Those of experts have the hyperparameters of the others.
+    """
+    optimizer = chained(optimizer)[0]
     while optimizer is not None:
         if "param_groups" in optimizer:
             groups: list[dict[str, Any]] = optimizer["param_groups"]
@@ -173,6 +184,7 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    optimizer = chained(optimizer)[0]
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     values = (scaler or {}).items()
     return {name: value.read() if isinstance(value, FileTensor) else value for name, value in values} or None

@@ -127,11 +127,12 @@ class _Contents:
         if training is None or training.param_groups is None:
             return files
         content["opt_param_scheduler"] = training.scheduler
+        trained = [[parameter for parameter in parameters if parameter.info.trained] for parameters in chunks]
         if args["use_distributed_optimizer"]:
             content["optimizer"] = {"optimizer": {"param_groups": training.param_groups}}
-            files[OPTIMIZER_FILE] = self._buffers(chunks, pp)
+            files[OPTIMIZER_FILE] = self._buffers(trained, pp)
         else:
-            content["optimizer"] = self._numbered(training.param_groups, chunks)
+            content["optimizer"] = self._numbered(training.param_groups, trained)
         if training.grad_scaler is not None:
             content["optimizer"]["grad_scaler"] = training.grad_scaler
         return files

@@ -91,7 +91,7 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
 
     def elements(runs: Runs) -> list[torch.Tensor]:
         first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
-        if repeats > 1 and stride - length < _SMALL_GAP:
+        if repeats > 1 and runs.gap < _SMALL_GAP:
             span = read_flat(first, (repeats - 1) * stride + length)
             return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
         return [read_flat(first + i * stride, length) for i in range(repeats)]

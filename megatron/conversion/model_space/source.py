@@ -125,8 +125,12 @@ def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the ot
 
 
 def _optimizer(value: Any, where: str) -> Any:
-    """Of any variant: one level deeper with half precision or sharding."""
-    return _OPTIMIZER(value, where)
+    """Of any variant: one level deeper with half precision or sharding; dense layers and experts apart with EP > 1."""
+    several = isinstance(value, list) or (isinstance(value, dict) and 0 in value)
+    if not several:
+        return _OPTIMIZER(value, where)
+    sequence(_OPTIMIZER, 64)(list(value.values()) if isinstance(value, dict) else value, where)
+    return value
 
 
 _OPTIMIZER = record(
