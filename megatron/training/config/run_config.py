@@ -300,7 +300,7 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     parallel, model, length = config.parallel, config.model, config.data.seq_length
     cp_size, tp_size, way = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
-    if cp_size == 1:
+    if cp_size <= 1:
         return
     context = f"--context-parallel-size {cp_size}"
     if length % (2 * cp_size):
