@@ -45,7 +45,7 @@ def datasets_provider(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Train, validation and test samples."""
     assert config.model.vocab_size is not None
-    fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data else None
+    fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data and not config.data.mock_data else None
     return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
 
 

@@ -35,8 +35,15 @@ from megatron.conversion.model_space.source import (
     namespace,
     scalar,
 )
-from megatron.core.dist_checkpointing.format.input_files import read_regular
-from megatron.core.dist_checkpointing.format.schema import COUNT, file_name, number, optional, record, sequence
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    file_name,
+    number,
+    optional,
+    read_regular,
+    record,
+    sequence,
+)
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -18,7 +18,7 @@ from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config,
 from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.row_maps import unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing.format.input_files import read_json
+from megatron.core.dist_checkpointing.format.schema import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 

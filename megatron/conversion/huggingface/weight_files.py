@@ -24,7 +24,6 @@ import torch
 from megatron.conversion.files import Progress, run_jobs, write_at
 from megatron.conversion.model_space.row_maps import RowMap, RowRun, pack_rows, runs
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing.format.input_files import named_file, open_regular, parse_json, read_json
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     SHAPE,
@@ -32,7 +31,11 @@ from megatron.core.dist_checkpointing.format.schema import (
     file_name,
     key,
     mapping,
+    named_file,
     one_of,
+    open_regular,
+    parse_json,
+    read_json,
     record,
     sequence,
 )

@@ -1,4 +1,4 @@
-"""From the options to the three data sets of a run."""
+"""From the options to the three data sets of a run: one corpus, a blend of several, or generated sequences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,134 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
+import numpy as np
+
 from megatron.core.datasets.config import SPLITS, Blend, Fractions, GPTDatasetConfig, Split, sequence_range
 from megatron.core.datasets.fim import FillInTheMiddle
-from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, cache_directory
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample, cache_directory, finish_sample, generator_of
+from megatron.core.datasets.helpers import MAX_BLEND_MEMBERS, build_blend_index
+from megatron.core.datasets.index_cache import Arrays, digest_of, load_or_build
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock_dataset import MockGPTDataset
 from megatron.core.progress import Progress
+
+
+class BlendedDataset:
+    """At every length, each member has given its share of the samples to within one.
+
+    With `weights` (summing to 1) the shares are theirs; without, members are mixed by their lengths and never repeat.
+    `size` is the number of samples (None, without weights only: all of them).
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Dataset],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache: Path | None,
+        name: str = "BlendedDataset",
+        verify_cache: bool = True,
+    ) -> None:
+        assert members and (size is not None or weights is None)
+        if len(members) > MAX_BLEND_MEMBERS:
+            raise ValueError(f"a blend has at most {MAX_BLEND_MEMBERS} members, got {len(members)}: merge some of them")
+        self.members = members
+        limits = [len(member) for member in members]
+        total = sum(limits)
+        self.weights = [limit / total for limit in limits] if weights is None else list(weights)
+        self.size = total if size is None else size
+        if weights is None and self.size > total:
+            raise ValueError(
+                f"{self.size} samples are wanted of a blend without weights, which is read once and holds {total} "
+                f"({' + '.join(map(str, limits))}): give weights to repeat members, or ask for fewer samples"
+            )
+        description = {
+            "class": "BlendedDataset",
+            "weights": [weight.hex() for weight in map(float, self.weights)],
+            "limits": limits if weights is None else None,
+            "size": self.size,
+        }
+        self.fingerprint = digest_of({**description, "members": [member.fingerprint for member in members]})
+        own_limits = limits if weights is None else None
+        arrays = load_or_build(cache, name, description, lambda: self._build(own_limits), verify_cache)
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self._check_members(limits)
+
+    def _build(self, limits: list[int] | None) -> Arrays:
+        dataset_index, dataset_sample_index = build_blend_index(
+            np.array(self.weights, dtype=np.float64), self.size, None if limits is None else np.array(limits)
+        )
+        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+
+    def _check_members(self, limits: list[int]) -> None:
+        drawn = np.bincount(self.dataset_index, minlength=len(limits))
+        for member, (count, limit) in enumerate(zip(drawn.tolist(), limits, strict=True)):
+            if count > limit:
+                raise ValueError(
+                    f"member {member} of the blend has {limit} samples, but its weight {self.weights[member]:.6g} asks "
+                    f"for {count} of {self.size}: raise --mid-level-dataset-surplus"
+                )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.members[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+
+SYMBOLS = 128  # few enough for a small model to learn in some dozen iterations
+MEAN_DOCUMENT_LENGTH = 32
+
+
+class MockGPTDataset:
+    """Sample i is a function of (seed, split, i): documents that count upwards from a random start.
+
+    A document ends before any token with probability 1/32, so the best possible loss is about
+    (log(symbols) + entropy of the lengths) / 33 per token, far below log(vocab_size).
+    """
+
+    def __init__(self, split: Split, num_samples: int, config: GPTDatasetConfig, eod: int, vocab_size: int) -> None:
+        self.config = config
+        self.eod = eod
+        self.num_samples = num_samples
+        self.split = split
+        words = [token for token in range(min(vocab_size, SYMBOLS + 1)) if token != eod]
+        self.words = np.array(words[:SYMBOLS], dtype=np.int64)
+        if len(self.words) < 2:
+            raise ValueError(f"--mock-data needs a vocabulary of at least 3 tokens, got {vocab_size}")
+        self.fingerprint = digest_of(
+            {
+                "class": "MockGPTDataset",
+                "split": split,
+                "num_samples": num_samples,
+                "seq_length": config.seq_length,
+                "extra_tokens": config.extra_tokens,
+                "seed": config.seed,
+                "eod": eod,
+                "words": len(self.words),
+            }
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        random = generator_of(self.config.seed, self.split, index)
+        length = self.config.seq_length + self.config.extra_tokens
+        ends = random.random_sample(length) < 1 / (MEAN_DOCUMENT_LENGTH + 1)
+        starts = random.randint(0, len(self.words), size=length)  # used at the first position of each document
+        position = np.arange(length)
+        first = np.maximum.accumulate(
+            np.where(np.append(True, ends[:-1]), position, 0)
+        )  # of the document at a position
+        text = self.words[(starts[first] + position - first) % len(self.words)]
+        text[ends] = self.eod
+        return finish_sample(text, self.config, self.eod)
+
 
 logger = logging.getLogger(__name__)
 

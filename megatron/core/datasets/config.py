@@ -128,7 +128,8 @@ class GPTDatasetConfig:
     """Threads that open data sets and build their indices when there are several."""
 
     fim_data: bool = flag(False)
-    """Fill in the middle: tell documents in another order, by the flags below (Bavarian et al. 2022)."""
+    """Fill in the middle: tell documents in another order, by the flags below (Bavarian et al. 2022). Not those of
+    --mock-data."""
     fim_rate: float = flag(0.5)
     """Share of documents that are reordered."""
     fim_spm_rate: float = flag(0.5)

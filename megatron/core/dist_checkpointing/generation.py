@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.format.input_files import read_json
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
 _GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.module import MegatronModule, param_info
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelState
 
 
 class DistributedDataParallel(MegatronModule):
@@ -201,3 +202,37 @@ def _in_order_of_completion(module: nn.Module, buffers: list[ParamAndGradBuffer]
 def _wait_for_params(buckets: Iterable[Bucket], *_: Any) -> None:
     for bucket in buckets:
         bucket.finish_param_gather()
+
+
+def finalize_model_grads(
+    chunks: Sequence[DistributedDataParallel], ps: ParallelState, num_tokens: torch.Tensor | None = None
+) -> None:
+    """After it every bucket's `grad_shard` over `grad_divisor` is the gradient of the whole global batch.
+
+    First the sum over DP, which may have started during backward. All other sums run on its result, as sums commute:
+    on the shards alone, with a DP-th of the bytes. That needs equal shards at both ends: tensor-parallel ranks have
+    equal plans, and a tied embedding is a bucket of its own, so its shards on the first and last stage correspond.
+
+    `num_tokens` (with --calculate-per-token-loss, where the loss is a sum over tokens): tokens that this rank's last
+    virtual stage has seen in this iteration, 0 on the other pipeline stages.
+    """
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
+    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.shared_embedding)], ps.embedding)
+    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.partial_grad)], ps.tp)
+    if num_tokens is not None:
+        total = num_tokens.to(torch.float64, copy=True)
+        _all_reduce([total], ps.pp)
+        _all_reduce([total], ps.dp_cp)
+        for chunk in chunks:
+            chunk.grad_divisor = total.clamp(min=1.0)
+
+
+def _all_reduce(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
+    """Sum every tensor over `axis`, all at once."""
+    if axis.size == 1:
+        return
+    work = [dist.all_reduce(tensor, group=axis.group, async_op=True) for tensor in tensors]
+    for pending in work:
+        pending.wait()

@@ -24,7 +24,6 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
-from megatron.core.dist_checkpointing.format.input_files import parse_json
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -43,6 +42,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     file_name,
     mapping,
     one_of,
+    parse_json,
     record,
     sequence,
     shown,

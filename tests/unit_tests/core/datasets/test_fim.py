@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -92,6 +93,12 @@ def test_what_is_told_is_the_document(tokenizer):
             )
             assert "".join(map(tokenizer.detokenize, (prefix, middle, suffix))) == text
     assert seen == {True, False}
+
+
+def test_it_travels_to_worker_processes(tokenizer):
+    row, fim = row_of(tokenizer), FillInTheMiddle(config_for(fim_rate=1), tokenizer)
+    there = pickle.loads(pickle.dumps(fim))
+    assert np.array_equal(there(row, np.random.RandomState(1)), fim(row, np.random.RandomState(1)))
 
 
 def test_rate_0_changes_nothing(tokenizer):
