@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
+from megatron.core.transformer.context_parallel import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         pre_process=place.pre_process,
         post_process=place.post_process,
         tp=place.ps.tp,
+        cp=ContextParallel.of(place.ps),
         sequence_parallel=config.parallel.sequence_parallel,
         experts=place.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,

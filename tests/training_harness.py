@@ -40,6 +40,8 @@ LAYOUTS = {  # name -> (processes, flags)
     "dp2_distributed_optimizer": (2, DISTRIBUTED_OPTIMIZER),
     "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "tp2_dp2": (4, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED_OPTIMIZER}"),
+    "cp2": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+    "pp2_cp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a"),
     "pp2_dp2": (4, f"--pipeline-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
 }
 

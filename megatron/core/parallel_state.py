@@ -50,8 +50,11 @@ class ParallelConfig:
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = flag(1)
     """Number of ranks over which every sequence is split."""
+    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
+    (all_gather), or by exchanging positions for heads (a2a)."""
     expert_model_parallel_size: int = flag(1)
     """Number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = flag(None)
@@ -190,7 +193,7 @@ class ParallelState:
 
     Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
     same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
-    fastest). Nothing is exchanged over `dp` alone: it has no group of its own unless it is `dp_cp`.
+    fastest). Over `dp` alone go only the loads of experts.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
 
@@ -247,7 +250,7 @@ class ParallelState:
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most six groups, ten with expert parallelism, whatever the size of the world. NCCL's
+        A rank takes part in at most seven groups (eleven with experts) whatever the size of the world. NCCL's
         communicators are split off that of the world, all of an axis in one call; other groups are made by their
         members alone.
         """
@@ -258,8 +261,8 @@ class ParallelState:
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
-            if name == "dp":
-                continue
+            if name == "dp" and config.cp_size == 1:
+                continue  # it is dp_cp
             if everyone is not None:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:

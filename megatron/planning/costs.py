@@ -55,11 +55,13 @@ class Traffic:
     all_gather: int = 0
     reduce_scatter: int = 0
     send: int = 0
+    all_to_all: int = 0
 
     @property
     def wire(self) -> float:
         """Bytes that leave the rank, with ring algorithms: (n - 1) / n of a gather or scatter, twice that of a sum."""
-        return (self.size - 1) / self.size * (2 * self.all_reduce + self.all_gather + self.reduce_scatter) + self.send
+        once = self.all_gather + self.reduce_scatter + self.all_to_all
+        return (self.size - 1) / self.size * (2 * self.all_reduce + once) + self.send
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class TrafficPlan:
     """One rank's traffic in a step."""
 
     tp: Traffic
+    cp: Traffic
     pp: Traffic
     dp: Traffic
     embedding: Traffic
@@ -87,6 +90,7 @@ def plan_traffic(
     sends = sum(tick.send is not None for tick in ticks)
     return TrafficPlan(
         tp=_tensor_parallel(run, chunks, activations, microbatches),
+        cp=_context_parallel(run, chunks, activations, microbatches),
         pp=Traffic(ps.pp.size, send=sends * activations.residual),
         dp=_data_parallel(run, chunks, ps.dp_cp.size, expert=False),
         embedding=_tied_embedding(run, chunks, ps.dp_cp.size),
@@ -111,6 +115,26 @@ def _tensor_parallel(
         return Traffic(size, all_reduce=sums * whole)
     gathers = sums + 2 * layers + loss
     return Traffic(size, all_gather=gathers * whole, reduce_scatter=sums * whole)
+
+
+def _context_parallel(
+    run: RunShape, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+) -> Traffic:
+    """Keys and values, exchanged again in backward, where their gradients return; or all heads there and back."""
+    size, own = run.parallel.cp_size, activations.key_values
+    if size == 1:
+        return Traffic(1)
+    layers = microbatches * sum(chunk.num_layers for chunk in chunks)
+    again = microbatches * sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
+    if activations.exchanges_heads:
+        there_and_back = own + 2 * activations.per_head * run.model.num_attention_heads
+        return Traffic(size, all_to_all=(2 * layers + again) * there_and_back)
+    if run.model.recomputes("core_attn"):
+        again = layers
+    fetched = 2 * layers + again
+    if run.parallel.cp_comm_type == "p2p":
+        return Traffic(size, send=(fetched * (size - 1) + layers * size) * own)
+    return Traffic(size, all_gather=fetched * size * own, reduce_scatter=layers * size * own)
 
 
 def _expert_parallel(

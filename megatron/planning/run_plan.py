@@ -92,6 +92,7 @@ class RunPlan:
             ("total memory", [m.total for m in memory]),
             ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
             ("sent per step: TP", [t.tp.wire for t in traffic]),
+            ("sent per step: CP", [t.cp.wire for t in traffic]),
             ("sent per step: PP", [t.pp.wire for t in traffic]),
             ("sent per step: DP", [t.dp.wire for t in traffic]),
             ("sent per step: EP", [t.ep.wire for t in traffic]),
@@ -145,6 +146,8 @@ def activation_memory(run: RunShape) -> ActivationMemory:
         run.data_mask,
         run.device_type,
         run.parallel.etp_size,
+        run.parallel.cp_size,
+        run.parallel.cp_comm_type,
     )
 
 

@@ -44,6 +44,8 @@ LAYOUTS = {  # name -> (processes, flags)
         4,
         f"--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 {ZERO}",
     ),
+    "cp2": (2, f"--context-parallel-size 2 {ZERO}"),
+    "cp2_ep2": (4, f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
     "pp2_ep2": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
     "pp2_ep2_recomputed": (
         4,
@@ -117,7 +119,13 @@ def test_other_models(pool, tmp_path, archives, model, layout, tolerance):
     check(model, pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"), 1, tolerance)
 
 
-CHAIN = [("ep2", "tp2_ep2_etp1"), ("tp2_ep2_etp2", "single"), ("single", "pp2_ep2"), ("pp2_ep2", "ep4")]
+CHAIN = [
+    ("ep2", "tp2_ep2_etp1"),
+    ("tp2_ep2_etp2", "single"),
+    ("single", "pp2_ep2"),
+    ("pp2_ep2", "cp2_ep2"),
+    ("cp2_ep2", "ep4"),
+]
 
 
 @pytest.mark.parametrize("saved,loaded", CHAIN)

@@ -95,7 +95,17 @@ def _weight(source: Source, place: StoredParameter, dtype: torch.dtype) -> Outgo
     """From the fp32 main parameter, cast only once, where there is one."""
     infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
     key = full_precision_key(place.key, source.tensors)
-    return _outgoing(source, key, place.names, infos, place.shape, place.row_map, place.transposed)
+    outgoing = _outgoing(source, key, place.names, infos, place.matrix, place.row_map, place.transposed)
+    if len(place.shape) < 3:
+        return outgoing
+    _, rows, columns = place.shape
+
+    def read(first: int, count: int) -> torch.Tensor:
+        """Rows of one expert: runs end where a stored tensor does."""
+        box = source.read(key, (first // rows, first % rows, 0), (1, count, columns))
+        return box.view(count, columns).to(dtype)
+
+    return dataclasses.replace(outgoing, read=read)
 
 
 def _state(source: Source, key: str, read: str, info: TensorInfo) -> Outgoing:

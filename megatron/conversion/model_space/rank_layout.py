@@ -87,6 +87,7 @@ class Layout:
         tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
         return {
             "tensor_model_parallel_size": tp,
+            "context_parallel_size": 1,
             "expert_tensor_parallel_size": self.parallel.etp_size,
             "expert_model_parallel_size": self.parallel.ep_size,
             "pipeline_model_parallel_size": pp,

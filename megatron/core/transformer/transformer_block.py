@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -28,6 +29,7 @@ class TransformerBlock(MegatronModule):
         post_process: bool,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
         experts: ExpertAxes | None = None,
         device: torch.device | None = None,
@@ -39,6 +41,7 @@ class TransformerBlock(MegatronModule):
                 config,
                 tp=tp,
                 rng=rng,
+                cp=cp,
                 sequence_parallel=sequence_parallel,
                 number=number,
                 experts=experts,

@@ -14,6 +14,7 @@ from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint, without_intermediate
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.norm import Norm
@@ -35,6 +36,7 @@ class TransformerLayer(MegatronModule):
         *,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
         number: int = 0,
         experts: ExpertAxes | None = None,
@@ -44,7 +46,9 @@ class TransformerLayer(MegatronModule):
         self.config, self.dropout, self.rng = config, config.hidden_dropout, rng
         self.sequence_parallel = sequence_parallel
         self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.self_attention = SelfAttention(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device)
+        self.self_attention = SelfAttention(
+            config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
+        )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
         self.mlp: MoELayer | MLP
         if config.moe_layer_pattern[number]:

@@ -217,9 +217,9 @@ FEATURES = (
         "fp[48]-format|fp8-e4m3|fp8-hybrid|te-precision-config-file",
     ),
     Feature(
-        "context parallelism",
-        "context-parallel-size|cp-comm-type|hierarchical-context-parallel-sizes|hybrid-context-parallel|max-seqlen-per-.*",
-        "context-parallel-size|hybrid-context-parallel",
+        "hierarchical or hybrid context parallelism",
+        "hierarchical-context-parallel-sizes|hybrid-context-parallel|max-seqlen-per-.*",
+        "hierarchical-context-parallel-sizes|hybrid-context-parallel",
     ),
     Feature(
         "fully sharded data parallelism (FSDP)",

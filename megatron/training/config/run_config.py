@@ -141,7 +141,8 @@ def flag_parser() -> FlagParser:
 def replica_size(argv: Sequence[str]) -> int:
     """Processes that one replica of the model takes; 1 where the flags do not tell."""
     given = flag_parser().parse(argv).given
-    return given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
+    sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(given.get(name, 1) for name in sizes)
 
 
 def parse_args(argv: Sequence[str], world_size: int) -> Config:
@@ -296,6 +297,36 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
             yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
 
 
+def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
+    parallel, model, length = config.parallel, config.model, config.data.seq_length
+    cp_size, tp_size, way = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    if cp_size <= 1:
+        return
+    context = f"--context-parallel-size {cp_size}"
+    if length % (2 * cp_size):
+        yield (
+            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank holds two chunks of a "
+            "sequence. Change one of them"
+        )
+    elif parallel.sequence_parallel and length % (cp_size * tp_size):
+        yield (
+            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size {tp_size} = "
+            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave out --sequence-parallel"
+        )
+    if way == "a2a" and model.query_groups % (tp_size * cp_size):
+        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        yield (
+            f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
+            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use --cp-comm-type p2p or "
+            "all_gather, or smaller sizes"
+        )
+    if way != "a2a" and model.attention_dropout:
+        yield (
+            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
+            "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
+        )
+
+
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if not model.has_experts:
@@ -436,6 +467,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
+    (_check_context_parallel, "model parallel data"),
     (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),

@@ -172,12 +172,13 @@ def arguments(flags: dict[str, Any]) -> str:
 
 
 def layout_name(config: Config, world_size: int) -> str:
-    """Such as TP 2 x PP 4 (2 chunks) x DP 8."""
+    """Such as TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
     parallel = config.parallel
     chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
     options = [", sequence parallel"] * parallel.sequence_parallel
     options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
-    sizes = f"TP {parallel.tp_size} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
+    context = f" x CP {parallel.cp_size} ({parallel.cp_comm_type})" if parallel.cp_size > 1 else ""
+    sizes = f"TP {parallel.tp_size}{context} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
     if parallel.splits_experts:
         sizes += f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {parallel.edp_size(world_size)}"
     return sizes + "".join(options)

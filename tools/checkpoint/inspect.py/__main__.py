@@ -46,6 +46,7 @@ from megatron.planning.pictures import shares_picture
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
     "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "dp": "data_parallel_size",
@@ -165,6 +166,8 @@ def _torch_dist_facts(path: Path) -> dict[str, Any]:
 
 def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]:
     layout = {name: args[full] for name, full in LAYOUT_ARGS.items() if args.get(full) is not None}
+    if layout.get("cp") == 1:
+        del layout["cp"]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 

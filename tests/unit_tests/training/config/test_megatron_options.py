@@ -76,6 +76,7 @@ OTHER_DEFAULTS = {
     "dist_ckpt_strictness": "decides what is an error, not what is computed",
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
     "dist_ckpt_workers": "files per rank",
+    "cp_comm_type": "a list with p2p there: one for all layers or one for each",
     "distributed_backend": "nccl where there is a GPU",
 }
 
