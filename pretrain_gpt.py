@@ -10,9 +10,10 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.datasets import Dataset, build_datasets
+from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
+from megatron.core.transformer.context_parallel import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
@@ -30,7 +31,9 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         pre_process=place.pre_process,
         post_process=place.post_process,
         tp=place.ps.tp,
+        cp=ContextParallel.of(place.ps),
         sequence_parallel=config.parallel.sequence_parallel,
+        experts=place.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
         rng=place.rng,
         device=place.device,
@@ -42,7 +45,8 @@ def datasets_provider(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Train, validation and test samples."""
     assert config.model.vocab_size is not None
-    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size)
+    fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data and not config.data.mock_data else None
+    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
 
 
 def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:

@@ -28,9 +28,9 @@ setup(
         "pyyaml>=6,<7",
         "transformers>=4.45,<6",
         "xxhash>=3.4,<5",
-        "tqdm>=4.66,<5",
     ],
     extras_require={
+        "tiktoken": ["tiktoken>=0.7,<1"],
         "plots": ["matplotlib>=3.8,<4"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]

@@ -148,6 +148,12 @@ class Bench:
         self.saver = AsyncSaver(workers=args.workers)
         self.saver.prepare(self.state.boxes)
         self.results: dict[str, dict[str, float]] = {}
+        self.began = time.monotonic()
+
+    def tell(self, what: str) -> None:
+        """What is measured now, and since when; these lines are all that is seen for minutes."""
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - self.began:6.0f} s  {what}", file=sys.stderr, flush=True)
 
     def path(self, name: str) -> Path:
         return self.root / name
@@ -158,6 +164,8 @@ class Bench:
         for round_number in range(self.args.repeats + 1):
             for name, run in contestants.items():
                 measured = run()
+                seconds = ", ".join(f"{key} {value:.2f} s" for key, value in measured.items() if "bytes" not in key)
+                self.tell(f"round {round_number} of {self.args.repeats}, {name}: {seconds}")
                 if round_number:
                     samples[name].append(measured)
         for name, values in samples.items():
@@ -346,9 +354,9 @@ def worker(args: argparse.Namespace) -> None:
 def launch(processes: int, argv: list[str]) -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run([*command, __file__, "--worker", *argv], env=environment, capture_output=True, text=True)
+    result = subprocess.run([*command, __file__, "--worker", *argv], env=environment, stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        raise SystemExit(result.stderr[-5000:])
+        raise SystemExit(result.returncode)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 

@@ -8,6 +8,7 @@ peer, and the machine's own GEMM ceiling.
     python benchmarks/training.py                    # fp32 and bf16 against transformers
     python benchmarks/training.py --megatron-core-python PATH  # and megatron-core, installed in its own environment
     python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
+    python benchmarks/training.py --context 4096     # CP2 alone, one sequence of this length on 2 processes
 """
 
 import argparse
@@ -22,6 +23,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.core.progress import Progress  # noqa: E402
+
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
 SKIP = 2  # first steps of every run: allocation and warm-up
 
@@ -43,13 +48,21 @@ def flops_per_step() -> float:
 
 
 def ours(
-    dtype: str, steps: int, threads: int, processes: int = 1, micro_batch: int = BATCH, extra: tuple[str, ...] = ()
+    dtype: str,
+    steps: int,
+    threads: int,
+    processes: int = 1,
+    micro_batch: int = BATCH,
+    extra: tuple[str, ...] = (),
+    sequence: int = SEQ,
+    batch: int = BATCH,
 ) -> list[float]:
+    """Milliseconds of every step of `pretrain_gpt.py`."""
     flags = f"""--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}
-        --group-query-attention --num-query-groups {GROUPS} --seq-length {SEQ} --max-position-embeddings {SEQ}
+        --group-query-attention --num-query-groups {GROUPS} --seq-length {sequence} --max-position-embeddings {sequence}
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
-        --micro-batch-size {micro_batch} --global-batch-size {BATCH} --train-iters {steps} --lr 1e-4 --weight-decay 0.1
+        --micro-batch-size {micro_batch} --global-batch-size {batch} --train-iters {steps} --lr 1e-4 --weight-decay 0.1
         --adam-beta2 0.95 --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1}
         --log-interval 1 --eval-iters 0 --eval-interval 1000000""".split()
     if dtype == "bf16":
@@ -75,6 +88,22 @@ def run(command: list[str], threads: int) -> str:
     return result.stdout
 
 
+def compare_context_parallelism(dtype: str, sequence: int, steps: int, rounds: int, threads: int) -> None:
+    """One sequence on two processes, whichever way, against one process with the threads of both."""
+    programs: dict[str, tuple[int, list[str]]] = {"one process": (1, [])}
+    for way in ("p2p", "all_gather", "a2a"):
+        programs[f"CP2 {way}"] = (2, ["--context-parallel-size", "2", "--cp-comm-type", way])
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, (processes, extra) in programs.items():
+            times[name] += ours(dtype, steps, threads // processes, processes, 1, tuple(extra), sequence, 1)[SKIP:]
+    alone = statistics.median(times["one process"])
+    print(f"\n{dtype}, one sequence of {sequence} tokens on {threads} threads")
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"  {name:14s} {median:8.0f} ms/step  {median / alone:5.2f}x the time of one process")
+
+
 def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     """Best GFLOP/s of the GEMM shapes of this model's MLP, over several tries."""
     torch.set_num_threads(threads)
@@ -96,8 +125,13 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
     parser.add_argument("--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"')
     parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
+    parser.add_argument("--context", metavar="LENGTH", type=int, help="CP2 against one process at this length, alone")
     args = parser.parse_args()
 
+    if args.context:
+        for dtype in args.dtypes:
+            compare_context_parallelism(dtype, args.context, args.steps, args.rounds, args.threads)
+        return
     work = flops_per_step()
     print(f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}")
     for dtype in args.dtypes:
@@ -121,9 +155,11 @@ def main() -> None:
                     dtype, args.steps, args.threads // 2, 2, micro, tuple(extra)
                 )
         times: dict[str, list[float]] = {name: [] for name in programs}
-        for _ in range(args.rounds):
-            for name, program in programs.items():
-                times[name] += program()[SKIP:]
+        with Progress(dtype, args.rounds * len(programs), "runs") as progress:
+            for _ in range(args.rounds):
+                for name, program in programs.items():
+                    times[name] += program()[SKIP:]
+                    progress.add(1)
         best_peer = min(statistics.median(times[name]) for name in pythons)
         print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s")
         for name, values in times.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ def smallest_world(argv: Sequence[str]) -> int:
     world = 1
     for axis in _AXES:
         world *= int(sizes.get(axis, 1))
-    return world
+    experts = int(sizes.get("--expert-tensor-parallel-size", sizes.get("--tensor-model-parallel-size", 1)))
+    for axis in ("--expert-model-parallel-size", "--pipeline-model-parallel-size"):
+        experts *= int(sizes.get(axis, 1))
+    return math.lcm(world, experts)
 
 
 def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:

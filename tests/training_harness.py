@@ -40,6 +40,8 @@ LAYOUTS = {  # name -> (processes, flags)
     "dp2_distributed_optimizer": (2, DISTRIBUTED_OPTIMIZER),
     "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "tp2_dp2": (4, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED_OPTIMIZER}"),
+    "cp2": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+    "pp2_cp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type a2a"),
     "pp2_dp2": (4, f"--pipeline-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
 }
 
@@ -52,11 +54,13 @@ class Measurements:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    experts: list[dict[str, list[float]]] = field(default_factory=list)
     points: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def interval(self, interval: Interval) -> None:
         self.losses += [it.lm_loss for it in interval.iterations]
         self.grad_norms += [it.grad_norm for it in interval.iterations]
+        self.experts += [it.experts for it in interval.iterations]
         self.skipped += [it.skipped for it in interval.iterations]
         self.learning_rates += [it.learning_rate for it in interval.iterations]
 

@@ -74,7 +74,8 @@ def make_plan(config: Config, world_size: int) -> RunPlan:
 
 def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[str, RunPlan]]:
     """Plans with one thing changed, those that are possible."""
-    sizes = {name: given.get(name, 1) * 2 for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: given.get(name, 1) * 2 for name in axes}
     changes = ALTERNATIVES + [(f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()]
     plans = []
     for flags, change in changes:
@@ -94,9 +95,10 @@ def gb(count: float) -> str:
 def report(config: Config, plan: RunPlan, world_size: int) -> str:
     """The tables; all sizes in GB of 10^9 bytes."""
     parallel = config.parallel
+    context = f"context {parallel.cp_size} ({parallel.cp_comm_type}) x " if parallel.cp_size > 1 else ""
     lines = [
-        f"{plan.num_parameters / 1e9:.3f}B parameters on {world_size} ranks: tensor {parallel.tp_size} x pipeline "
-        f"{parallel.pp_size}{f' ({parallel.vpp_size} chunks)' if parallel.vpp_size > 1 else ''} x data "
+        f"{plan.num_parameters / 1e9:.3f}B parameters on {world_size} ranks: tensor {parallel.tp_size} x {context}"
+        f"pipeline {parallel.pp_size}{f' ({parallel.vpp_size} chunks)' if parallel.vpp_size > 1 else ''} x data "
         f"{parallel.dp_size(world_size)}; {config.training.global_batch_size} samples of {config.data.seq_length} "
         f"tokens a step, {plan.num_microbatches} micro batches of {config.training.micro_batch_size}",
         f"pipeline bubble: {100 * plan.bubble:.1f} % of a step",
@@ -113,6 +115,7 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
     return {
         "world_size": world_size,
         "tensor_parallel": parallel.tp_size,
+        "context_parallel": parallel.cp_size,
         "pipeline_parallel": parallel.pp_size,
         "chunks_per_stage": parallel.vpp_size,
         "data_parallel": parallel.dp_size(world_size),
@@ -127,7 +130,7 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
 
 def stage_as_json(stage: StagePlan) -> dict[str, Any]:
     traffic = stage.traffic
-    axes = {"tp": traffic.tp, "pp": traffic.pp, "dp": traffic.dp, "embedding": traffic.embedding}
+    axes = {"tp": traffic.tp, "cp": traffic.cp, "pp": traffic.pp, "dp": traffic.dp, "embedding": traffic.embedding}
     return {
         "stage": stage.ps.pp.rank,
         "num_layers": stage.num_layers,

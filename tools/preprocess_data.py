@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
 from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order
+from megatron.core.progress import Progress
 from megatron.core.utils import flag
 from megatron.training.config.arguments import build, make_parser, parse_flags
 from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -55,7 +56,7 @@ class PreprocessConfig:
     workers: int | None = flag(None)
     """Processes that tokenize. Default: one per core."""
     log_interval: int = flag(1000)
-    """Documents between progress lines."""
+    """Documents between progress lines, where the output is no terminal."""
 
     def __post_init__(self) -> None:
         if not self.input or self.output_prefix is None:
@@ -75,7 +76,7 @@ class PreprocessConfig:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LineBatch:
     """Undecoded documents of one file, each with the number of its first line."""
 
     path: str
@@ -122,17 +123,18 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
             key: stack.enter_context(IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)))
             for key, prefix in prefixes.items()
         }
-        progress = Progress(config.log_interval)
+        bar = stack.enter_context(Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty()))
+        count = DocumentCount(config.log_interval, bar)
         for chunk, encoded in encode_in_order(chunks, encoder, config.num_workers):
             for key, result in encoded.items():
                 builders[key].add(result.tokens, result.lengths, result.documents)
-            progress.add(len(chunk.documents), chunk.num_bytes)
+            count.add(len(chunk.documents), chunk.num_bytes)
         for key, builder in builders.items():
             if builder.num_documents == 0:
                 raise ValueError(f"no document of {len(paths)} files has any token of {key!r}: nothing is written")
-    progress.report()
+    count.report()
     for key, builder in builders.items():
-        empty = progress.documents - builder.num_documents
+        empty = count.documents - builder.num_documents
         skipped = f" ({empty} empty ones left out)" if empty else ""
         print(
             f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens", file=sys.stderr
@@ -155,7 +157,14 @@ def find_files(patterns: list[str]) -> list[str]:
     return list(paths)
 
 
-def read_chunks(path: str, config: PreprocessConfig) -> Iterator[Chunk]:
+def total_bytes(paths: Iterable[str]) -> int | None:
+    """Of text to come; None where that is not known before it is read."""
+    if any(path.endswith(".gz") or not os.path.isfile(path) for path in paths):
+        return None
+    return sum(os.path.getsize(path) for path in paths)
+
+
+def read_chunks(path: str, config: PreprocessConfig) -> Iterator[LineBatch]:
     """The documents of a file, about CHUNK_BYTES at a time."""
     is_json = config.input_format == "jsonl"
     if config.input_format == "auto":
@@ -169,10 +178,10 @@ def read_chunks(path: str, config: PreprocessConfig) -> Iterator[Chunk]:
                 batch.append((line, document))
                 size += len(document)
                 if size >= CHUNK_BYTES:
-                    yield Chunk(path, is_json, batch)
+                    yield LineBatch(path, is_json, batch)
                     batch, size = [], 0
             if batch:
-                yield Chunk(path, is_json, batch)
+                yield LineBatch(path, is_json, batch)
     except (OSError, EOFError) as error:  # EOFError: a cut .gz
         raise ValueError(f"{path}: cannot be read: {error}") from error
 
@@ -224,7 +233,7 @@ class Encoder:
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_tokenizer": None}
 
-    def __call__(self, chunk: Chunk) -> dict[str, Tokens]:
+    def __call__(self, chunk: LineBatch) -> dict[str, Tokens]:
         if self._tokenizer is None:
             self._tokenizer = build_tokenizer(self.tokenizer_config)
         dtype = token_dtype(self._tokenizer.vocab_size)
@@ -282,8 +291,8 @@ def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
 
 
 def encode_in_order(
-    chunks: Iterable[Chunk], encoder: Encoder, num_workers: int
-) -> Iterator[tuple[Chunk, dict[str, Tokens]]]:
+    chunks: Iterable[LineBatch], encoder: Encoder, num_workers: int
+) -> Iterator[tuple[LineBatch, dict[str, Tokens]]]:
     """`(chunk, encoder(chunk))` in the order of the chunks; at most CHUNKS_AHEAD per worker are in memory."""
     if num_workers == 1:
         yield from ((chunk, encoder(chunk)) for chunk in chunks)
@@ -292,29 +301,24 @@ def encode_in_order(
 
 
 @dataclass
-class Progress:
-    """Counts documents and bytes of text, and says how fast they pass."""
+class DocumentCount:
+    """Counts documents, and says how fast they pass: on a terminal by the bar alone."""
 
     interval: int
+    bar: Progress
     documents: int = 0
-    num_bytes: int = 0
     start: float = dataclasses.field(default_factory=time.perf_counter)
 
     def add(self, documents: int, num_bytes: int) -> None:
         before = self.documents // self.interval
         self.documents += documents
-        self.num_bytes += num_bytes
-        if self.documents // self.interval > before:
+        self.bar.add(num_bytes)
+        if self.bar.quiet and self.documents // self.interval > before:
             self.report()
 
     def report(self) -> None:
-        seconds = max(time.perf_counter() - self.start, 1e-9)
-        print(
-            f"{self.documents} documents "
-            f"({self.documents / seconds:.1f} docs/s, {self.num_bytes / seconds / 1e6:.2f} MB/s)",
-            file=sys.stderr,
-            flush=True,
-        )
+        rate = self.documents / max(time.perf_counter() - self.start, 1e-9)
+        print(f"{self.documents} documents, {rate:.1f} docs/s; {self.bar.text()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,20 @@ checkpoints themselves. --verify reads them whole and compares checksums. The pa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.conversion.open_checkpoint import fault, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing import verify
+from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
+from megatron.core.dist_checkpointing.generation import read_parent
+from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
-from megatron.training.reporting.run_record import Start, finite, read_record
+from megatron.core.progress import Progress
+from megatron.training.reporting.run_record import RecordedStart, finite, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
@@ -26,7 +30,7 @@ MAX_POINTS = 1500  # of a curve; more are averaged
 Row = dict[str, Any]
 
 
-def kept_until(starts: Sequence[Start]) -> list[int]:
+def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
     """For each start the last iteration that no later start did again."""
     limits, limit = [], sys.maxsize
     for start in reversed(starts):
@@ -35,7 +39,7 @@ def kept_until(starts: Sequence[Start]) -> list[int]:
     return limits[::-1]
 
 
-def goodput(starts: Sequence[Start]) -> dict[str, float]:
+def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
     """Where the time from the first line to the last went, in seconds."""
     spent = {"training": 0.0, "done again later": 0.0, "held up by saves": 0.0, "starting": 0.0, "between starts": 0.0}
     ended = starts[0].began
@@ -52,12 +56,12 @@ def goodput(starts: Sequence[Start]) -> dict[str, float]:
     return spent
 
 
-def saves_of(start: Start) -> list[Row]:
+def saves_of(start: RecordedStart) -> list[Row]:
     """The points of its committed saves."""
     return [row for row in start.points if "save-total-time" in row["values"]]
 
 
-def curve(start: Start, name: str) -> list[tuple[float, float]]:
+def curve(start: RecordedStart, name: str) -> list[tuple[float, float]]:
     """(iteration, value) of the intervals, averaged where they are many."""
     points = [(row["iteration"], row[name]) for row in start.intervals if row.get(name) is not None]
     step = -(-len(points) // MAX_POINTS) or 1
@@ -65,12 +69,18 @@ def curve(start: Start, name: str) -> list[tuple[float, float]]:
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
 
 
-def checkpoints(root: Path, starts: Sequence[Start], check: bool) -> list[Row]:
+def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> list[Row]:
     """Every checkpoint that is there: when, how large, by which start, where it descends from, whether whole."""
     writers = {row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)}
+    directories = {iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)}
+    lineages = {iteration: read_lineage(directory) for iteration, directory in directories.items()}
+    head = None
+    with contextlib.suppress(ValueError):  # a garbled tracker is no reason not to report
+        head = lineages.get(cast(int, read_tracker(root)))
+    current = on_branch(lineages, head)
     rows = []
-    for iteration in saved_iterations(root):
-        directory, writer = iteration_directory(root, iteration), writers.get(iteration)
+    for iteration, directory in directories.items():
+        writer = writers.get(iteration)
         files = [path for path in directory.rglob("*") if path.is_file()]
         rows.append(
             {
@@ -80,18 +90,21 @@ def checkpoints(root: Path, starts: Sequence[Start], check: bool) -> list[Row]:
                 "files": len(files),
                 "start": None if writer is None else writer + 1,
                 "layout": None if writer is None else starts[writer].start["layout"],
-                "parent": None if writer is None else parent(starts[writer], iteration),
+                "parent": parent(directory, None if writer is None else starts[writer]),
+                "branch": "current" if iteration in current else "left",
                 "state": state(directory, check),
             }
         )
     return rows
 
 
-def parent(writer: Start, iteration: int) -> str:
-    """The checkpoint before it on the same branch, by name."""
-    earlier = [row["iteration"] for row in saves_of(writer) if row["iteration"] < iteration]
-    if earlier:
-        return iteration_directory("", max(earlier)).name
+def parent(directory: Path, writer: RecordedStart | None) -> str | None:
+    """The checkpoint that it descends from, by name; the first of a directory, what its start began with."""
+    before = read_parent(directory)
+    if before is not None:
+        return iteration_directory("", before).name
+    if writer is None:
+        return None
     return Path(writer.start["loaded"]).name if writer.start["loaded"] else "random weights"
 
 
@@ -103,7 +116,8 @@ def state(directory: Path, check: bool) -> str:
         return problem
     if not check:
         return "complete"
-    problems = verify(directory).problems
+    with Progress(f"verify {directory.name}", total_bytes(directory)) as progress:
+        problems = verify(directory, progress=progress.add).problems
     return f"DAMAGED: {problems[0]}" if problems else "verified"
 
 
@@ -124,7 +138,7 @@ def facts(root: Path, check: bool) -> Row:
     }
 
 
-def start_facts(start: Start, limit: int) -> Row:
+def start_facts(start: RecordedStart, limit: int) -> Row:
     points = [(row["iteration"], row["values"]) for row in start.points]
     return {
         "layout": start.start["layout"],

@@ -99,7 +99,7 @@ WRITERS: dict[str, Writer] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ConversionReport:
     """What was converted, and what not."""
 
     source: str
@@ -121,11 +121,12 @@ def convert(
     verify: bool = False,
     progress: Progress = no_progress,
     starting: Callable[[int], None] = lambda nbytes: None,
-) -> Outcome:
+) -> ConversionReport:
     """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
 
-    `starting` is told how many bytes are to come. Raises ValueError for an existing target without `overwrite`, for an
-    unreadable source, and for a target that cannot hold the model; nothing is left behind then.
+    `starting` is told how many bytes are to come: first to be written, then, with `verify`, compared. ValueError for
+    an existing target without `overwrite`, an unreadable source, and a target that cannot hold the model: nothing is
+    left behind then.
     """
     options = options or Options()
     options = dataclasses.replace(options, trusted=(*options.trusted, load_dir))
@@ -140,10 +141,14 @@ def convert(
     with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
-        verified = compare(changed, open_checkpoint(partial)) if verify else None
+        verified = None
+        if verify:
+            written = open_checkpoint(partial)
+            starting(sum(info.nbytes for info in written.tensors.values()))
+            verified = compare(changed, written, progress)
         put_in_place(partial, save_dir)
     unused = [f"unused in the source: {name}" for name in source.unused]
-    return Outcome(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
+    return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:
@@ -190,7 +195,7 @@ class CastSource:
         return self._source.read(key, offset, shape).to(wanted)
 
 
-def compare(source: Source, result: Source) -> int:
+def compare(source: Source, result: Source, progress: Progress = no_progress) -> int:
     """Number of tensors of `result` found bitwise equal to `source`; ValueError names the first that is not."""
     count = 0
     for key, info in result.tensors.items():
@@ -204,6 +209,7 @@ def compare(source: Source, result: Source) -> int:
             expected = source.read(key, offset, lead).to(info.dtype)
             if not torch.equal(result.read(key, offset, lead), expected):
                 raise ValueError(f"verification: {key} differs from the source (rows from {first} on)")
+            progress(expected.nbytes)
         count += 1
     lost = [key for key in source.tensors if key not in result.tensors and not _left_out(key, result)]
     if lost:

@@ -32,6 +32,11 @@ class Normal:
     std: float
 
     def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
+        if len(global_shape) == 3:  # matrices one above the other: their rows are the rows
+            (count, rows, width), (first, row, column) = global_shape, box.offset
+            for index, matrix in enumerate(box.tensor):
+                self(Box(((first + index) * rows + row, column), matrix), key, (count * rows, width), seed)
+            return
         row_shape = global_shape[1:]
         rows_per_block = max(1, _INIT_BLOCK // max(1, torch.Size(row_shape).numel()))
         start, stop = box.offset[0], box.offset[0] + box.shape[0]
@@ -71,6 +76,8 @@ class ParamInfo:
     shared_embedding: bool = False  # tied embedding with PP > 1: one copy on the first and one on the last stage
     counted: bool = True  # False for the copy on the last stage: it is left out of norms
     row_blocks: tuple[int, ...] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
+    expert: bool = False  # split over ETP and EP in place of TP, replicated over EDP in place of DP
+    trained: bool = True  # False: no gradient changes it
 
     @property
     def tp_split(self) -> bool:
@@ -79,7 +86,7 @@ class ParamInfo:
 
 def make_parameter(shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo) -> nn.Parameter:
     """An uninitialised parameter that carries its `ParamInfo`; `MegatronModule.initialize` fills it."""
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=info.trained)
     set_param_info(param, info)
     return param
 

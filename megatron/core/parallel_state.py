@@ -9,6 +9,7 @@ Large-Scale Language Model Training"). Experts are split over axes of their own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -49,11 +50,14 @@ class ParallelConfig:
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = flag(1)
     """Number of ranks over which every sequence is split."""
-    expert_model_parallel_size: int = 1
+    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
+    (all_gather), or by exchanging positions for heads (a2a)."""
+    expert_model_parallel_size: int = flag(1)
     """Number of ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None)
     """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     @property
@@ -166,12 +170,30 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ExpertAxes:
+    """What a layer with experts must know of the topology."""
+
+    etp: Axis = Axis()
+    ep: Axis = Axis()
+    all: Axis = Axis()
+    """ETP x EP, ETP fastest: all experts of a layer."""
+    tokens: tuple[Axis, ...] = ()
+    """Those over whose ranks the tokens of a micro batch are split."""
+    dp: Axis = Axis()
+
+    @property
+    def token_ranks(self) -> int:
+        """Number of ranks over which the tokens of a micro batch are split."""
+        return math.prod(axis.size for axis in self.tokens)
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """Place of one rank on every axis.
 
     Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
     same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
-    fastest). Nothing is exchanged over `dp` alone: it has no group of its own unless it is `dp_cp`.
+    fastest). Over `dp` alone go only the loads of experts.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
 
@@ -204,6 +226,10 @@ class ParallelState:
         """This rank's place, for messages."""
         return f"tp {self.tp.rank}, cp {self.cp.rank}, dp {self.dp.rank}, pp {self.pp.rank}"
 
+    @property
+    def expert_axes(self) -> ExpertAxes:
+        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), self.dp)
+
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""
         return self.pp.is_first and chunk == 0
@@ -224,7 +250,7 @@ class ParallelState:
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most six groups, ten with expert parallelism, whatever the size of the world. NCCL's
+        A rank takes part in at most seven groups (eleven with experts) whatever the size of the world. NCCL's
         communicators are split off that of the world, all of an axis in one call; other groups are made by their
         members alone.
         """
@@ -235,8 +261,8 @@ class ParallelState:
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
-            if name == "dp":
-                continue
+            if name == "dp" and config.cp_size == 1:
+                continue  # it is dp_cp
             if everyone is not None:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +55,7 @@ def flag(
     default: Any,
     *names: str,
     choices: tuple[str, ...] | None = None,
+    parse: Callable[[str], Any] | None = None,
     decides: str | None = None,
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
@@ -63,11 +64,11 @@ def flag(
 
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
-    opposite of its default.
+    opposite of its default. `parse` makes the value of a word whose form the type does not tell.
 
     A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
     same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two
     spellings of the same model agree on, where that is not the field itself.
     """
-    metadata = {"flags": names, "choices": choices, "decides": decides, "when": when or {}, "meaning": meaning}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"flags": names, "choices": choices, "parse": parse, "decides": decides, "when": when or {}}
+    return dataclasses.field(default=default, metadata=metadata | {"meaning": meaning})

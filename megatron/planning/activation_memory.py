@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """One micro batch of `[s, b]` tokens on one tensor-parallel rank; all sizes in bytes."""
+    """One micro batch of `[s, b]` tokens on one tensor- and context-parallel rank; all sizes in bytes."""
 
     config: TransformerConfig
     seq_length: int
@@ -30,6 +30,10 @@ class ActivationMemory:
     data_mask: bool = False
     """The attention mask depends on the data (--reset-attention-mask)."""
     device_type: str = "cuda"
+    etp_size: int = 1
+    """Ranks over which an expert is split."""
+    cp_size: int = 1
+    cp_comm_type: str = "p2p"
 
     @property
     def itemsize(self) -> int:
@@ -37,8 +41,8 @@ class ActivationMemory:
 
     @property
     def tokens(self) -> int:
-        """In tensor-parallel regions, where a rank sees the whole sequence."""
-        return self.seq_length * self.micro_batch_size
+        """In tensor-parallel regions, where a rank sees all of the sequence that its context-parallel rank has."""
+        return self.seq_length * self.micro_batch_size // self.cp_size
 
     @property
     def local_tokens(self) -> int:
@@ -47,22 +51,22 @@ class ActivationMemory:
 
     @property
     def residual(self) -> int:
-        """`[s, b, h]` between layers and stages, `[s/tp, b, h]` under sequence parallelism."""
+        """`[s/cp, b, h]` between layers and stages, `[s/(cp tp), b, h]` under sequence parallelism."""
         return self.local_tokens * self.config.hidden_size * self.itemsize
 
     @property
     def whole(self) -> int:
-        """`[s, b, h]`."""
+        """`[s/cp, b, h]`."""
         return self.tokens * self.config.hidden_size * self.itemsize
 
     @property
     def inner(self) -> int:
-        """`[s, b, ffn/tp]`."""
+        """`[s/cp, b, ffn/tp]`."""
         return self.tokens * self.config.ffn_size // self.tp_size * self.itemsize
 
     @property
     def logits(self) -> int:
-        """`[s, b, v/tp]`."""
+        """`[s/cp, b, v/tp]`."""
         return self.tokens * self.vocab_rows * self.itemsize
 
     @property
@@ -70,26 +74,68 @@ class ActivationMemory:
         """Widths of the MLP's first matrix."""
         return 2 if self.config.gated else 1
 
+    @property
+    def per_head(self) -> int:
+        """`[s/cp, b, d]` of every head, divided by TP."""
+        return self.tokens * self.config.head_dim // self.tp_size * self.itemsize
+
+    @property
+    def key_values(self) -> int:
+        """Keys and values of all groups on this rank."""
+        return 2 * self.per_head * self.config.query_groups
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether attention goes over the keys of one context-parallel rank at a time."""
+        return self.cp_size > 1 and self.cp_comm_type != "a2a"
+
+    @property
+    def exchanges_heads(self) -> bool:
+        return self.cp_size > 1 and self.cp_comm_type == "a2a"
+
     @cached_property
     def layer(self) -> int:
         """What a layer keeps from forward to backward, its input included."""
-        c = self.config
-        per_head = self.tokens * c.head_dim // self.tp_size * self.itemsize
-        takes = takes_groups(self.device_type, c.params_dtype, self._masked)
+        c, per_head = self.config, self.per_head
+        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
         groups = c.query_groups if takes else c.num_attention_heads
         qkv, context = per_head * (c.num_attention_heads + 2 * groups), per_head * c.num_attention_heads
+        if self.exchanges_heads and not c.recomputes("core_attn"):
+            context *= 2  # as the kernel gave it, and as the projection takes it
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
-        total = 4 * self.residual + 2 * self.local_tokens * normalizer  # two norms, and the linear layers behind them
-        total += qkv + context + (self.blocks + 1) * self.inner
+        total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
+        total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
+        total += qkv + context + (0 if self.mlp_again else self._mlp)
         if c.qk_layernorm:  # the heads before and after it
             heads = c.num_attention_heads + c.query_groups
             total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
-        if c.recompute_granularity != "selective":
+        if not c.recomputes("core_attn"):
             total += self.tokens * c.num_attention_heads // self.tp_size * 4  # log-sum-exp
             total += self._layer_mask
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
+
+    @property
+    def _mlp(self) -> int:
+        """What the MLP keeps. In a model with experts every layer is taken for one with them, and they for evenly used:
+        of each chosen expert's rows their input, the inner values around the activation and its product, and places."""
+        c = self.config
+        if not c.has_experts:
+            return (self.blocks + 1) * self.inner
+        rows = self.local_tokens * c.moe_router_topk * self.etp_size
+        inner = rows * c.moe_ffn_size // self.etp_size * self.itemsize
+        shared = self.tokens * (c.moe_shared_expert_intermediate_size or 0) // self.tp_size * self.itemsize
+        scores = 3 * self.local_tokens * c.experts * 4
+        return (
+            rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
+            + scores + 4 * 8 * rows
+        )  # fmt: skip
+
+    @property
+    def mlp_again(self) -> bool:
+        """Backward computes the MLP again."""
+        return self.config.recomputes("moe" if self.config.has_experts else "mlp")
 
     @property
     def _masked(self) -> bool:
@@ -98,32 +144,53 @@ class ActivationMemory:
 
     @property
     def _layer_mask(self) -> int:
-        """The additive form of a mask of booleans; causal order alone needs none."""
+        """The additive form of a mask of booleans; causal order alone needs none, blocks make theirs again."""
+        if self.blockwise:
+            return 0
         if self.data_mask:
-            return self.tokens * self.seq_length * (1 + self.itemsize)
+            return self.tokens * self.cp_size * self.seq_length * (1 + self.itemsize)
         return self.seq_length**2 * self.itemsize if self.config.window_size is not None else 0
 
     @property
     def tables(self) -> int:
         """What the layers of a chunk keep together between iterations: rotary tables, fixed masks."""
         c, total = self.config, 0
+        scores = self.seq_length**2 // self.cp_size
         if c.position_embedding_type == "rope":
-            total += self.seq_length * int(c.head_dim * c.rotary_percent) * self.itemsize
+            positions = self.seq_length // self.cp_size if self.blockwise else self.seq_length
+            total += positions * int(c.head_dim * c.rotary_percent) * self.itemsize
         if c.position_embedding_type == "alibi":
-            total += self.seq_length**2 * c.num_attention_heads // self.tp_size * self.itemsize
+            total += scores * c.num_attention_heads // self.tp_size * self.itemsize
         elif c.window_size is not None or self.data_mask:
-            total += self.seq_length**2
+            total += scores * self.itemsize if self.blockwise else self.seq_length**2
         return total
+
+    @property
+    def _attention_backward(self) -> int:
+        """Held by the backward pass of attention over several ranks: what the exchange needs, and gradients."""
+        context = self.per_head * self.config.num_attention_heads
+        if self.exchanges_heads:
+            # of the output; of queries, keys and values, before and after their exchange
+            return context + 3 * (context + self.key_values)
+        if not self.blockwise:
+            return 0
+        queries = context + context * 4 // self.itemsize  # of the output, of queries in fp32
+        if self.cp_comm_type == "p2p":
+            return queries + context + 5 * self.key_values  # two parts on their way, two gradients, those of a block
+        return queries + 3 * self.cp_size * self.key_values  # all parts, their gradients, and these in one piece
 
     @cached_property
     def layer_backward(self) -> int:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
-        c, kept_mlp = self.config, (self.blocks + 1) * self.inner
+        c = self.config
+        normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
+        mlp = self._mlp if self.mlp_again else 0  # there again for a while
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
         gathered = self.whole if self.sequence_parallel else 0
         points = {
+            "attention": self._attention_backward - self._mlp - self.residual,  # both are gone by then
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
             "activation": (3 if c.gated else 1) * self.inner,
@@ -131,10 +198,11 @@ class ActivationMemory:
             + (self.whole + self.residual if self.sequence_parallel else 0)
             + self.blocks * weight_grad
             - self.inner,
-            # three temporaries in fp32, and the gradient in the model's type
-            "norm": 3 * self.residual * 4 // self.itemsize + self.residual - kept_mlp - self.residual,
+            # three temporaries in fp32, and the gradient in the model's type; the MLP and its input are gone
+            "norm": 3 * self.residual * 4 // self.itemsize - self._mlp,
         }
-        return self.residual + max(points.values())  # the gradient of the residual stream is there throughout
+        # the gradient of the residual stream is there throughout
+        return self.residual + normed + mlp + max(points.values())
 
     @property
     def head(self) -> int:

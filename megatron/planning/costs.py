@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
+from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.activation_memory import ActivationMemory
 from megatron.planning.empty_model import EmptyChunk, RunShape
@@ -29,10 +30,13 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
     qkv = config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
     scores_and_values = 2 * attention_width * attended_keys(config, seq_length)
     projection = attention_width * config.hidden_size
-    mlp = (3 if config.gated else 2) * config.hidden_size * config.ffn_size
-    layer = qkv + scores_and_values + projection + mlp
+    per_width = (3 if config.gated else 2) * config.hidden_size
+    mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
+    if config.has_experts:  # those that a token goes to
+        widths = config.moe_router_topk * config.moe_ffn_size + (config.moe_shared_expert_intermediate_size or 0)
+        mlps += sum(config.moe_layer_pattern) * (per_width * widths + config.hidden_size * config.experts)
     logits = config.hidden_size * vocab_size
-    return 6 * (config.num_layers * layer + logits)
+    return 6 * (config.num_layers * (qkv + scores_and_values + projection) + mlps + logits)
 
 
 def attended_keys(config: TransformerConfig, seq_length: int) -> float:
@@ -51,11 +55,13 @@ class Traffic:
     all_gather: int = 0
     reduce_scatter: int = 0
     send: int = 0
+    all_to_all: int = 0
 
     @property
     def wire(self) -> float:
         """Bytes that leave the rank, with ring algorithms: (n - 1) / n of a gather or scatter, twice that of a sum."""
-        return (self.size - 1) / self.size * (2 * self.all_reduce + self.all_gather + self.reduce_scatter) + self.send
+        once = self.all_gather + self.reduce_scatter + self.all_to_all
+        return (self.size - 1) / self.size * (2 * self.all_reduce + once) + self.send
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,15 @@ class TrafficPlan:
     """One rank's traffic in a step."""
 
     tp: Traffic
+    cp: Traffic
     pp: Traffic
     dp: Traffic
     embedding: Traffic
     """The tied word embedding's gradient, between the first and the last stage."""
+    ep: Traffic
+    """Tokens to their experts and back."""
+    edp: Traffic
+    """Gradients and parameters of experts that are split in another way than the rest of the model."""
 
 
 def plan_traffic(
@@ -79,9 +90,12 @@ def plan_traffic(
     sends = sum(tick.send is not None for tick in ticks)
     return TrafficPlan(
         tp=_tensor_parallel(run, chunks, activations, microbatches),
+        cp=_context_parallel(run, chunks, activations, microbatches),
         pp=Traffic(ps.pp.size, send=sends * activations.residual),
-        dp=_data_parallel(run, chunks, ps.dp_cp.size),
+        dp=_data_parallel(run, chunks, ps.dp_cp.size, expert=False),
         embedding=_tied_embedding(run, chunks, ps.dp_cp.size),
+        ep=_expert_parallel(run, ps, chunks, activations),
+        edp=_data_parallel(run, chunks, ps.edp.size, expert=True),
     )
 
 
@@ -96,17 +110,54 @@ def _tensor_parallel(
     ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
     loss = sum(chunk.post_process for chunk in chunks)
     whole = activations.whole * microbatches
-    sums = 4 * layers + 2 * again + ends
+    sums = 4 * layers + 2 * again + layers * activations.mlp_again + ends
     if not run.parallel.sequence_parallel:
         return Traffic(size, all_reduce=sums * whole)
     gathers = sums + 2 * layers + loss
     return Traffic(size, all_gather=gathers * whole, reduce_scatter=sums * whole)
 
 
-def _data_parallel(run: RunShape, chunks: list[EmptyChunk], size: int) -> Traffic:
+def _context_parallel(
+    run: RunShape, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+) -> Traffic:
+    """Keys and values, exchanged again in backward, where their gradients return; or all heads there and back."""
+    size, own = run.parallel.cp_size, activations.key_values
     if size == 1:
         return Traffic(1)
-    numel = sum(chunk.numel for chunk in chunks)
+    layers = microbatches * sum(chunk.num_layers for chunk in chunks)
+    again = microbatches * sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
+    if activations.exchanges_heads:
+        there_and_back = own + 2 * activations.per_head * run.model.num_attention_heads
+        return Traffic(size, all_to_all=(2 * layers + again) * there_and_back)
+    if run.model.recomputes("core_attn"):
+        again = layers
+    fetched = 2 * layers + again
+    if run.parallel.cp_comm_type == "p2p":
+        return Traffic(size, send=(fetched * (size - 1) + layers * size) * own)
+    return Traffic(size, all_gather=fetched * size * own, reduce_scatter=layers * size * own)
+
+
+def _expert_parallel(
+    run: RunShape, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory
+) -> Traffic:
+    """Every token goes to k experts and comes back, forward and backward; or all tokens go to all ranks."""
+    model, size = run.model, ps.experts.size
+    if not model.has_experts or size == 1:
+        return Traffic(1)
+    layers = sum(isinstance(module, MoELayer) for chunk in chunks for module in chunk.module.modules())
+    again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
+    passes = run.num_microbatches * (2 * layers + min(again, layers))
+    if model.moe_token_dispatcher_type == "alltoall":
+        rows = passes * 2 * model.moe_router_topk * ps.etp.size * activations.residual
+        return Traffic(size, all_gather=rows)  # a rank keeps one part in `size` of what it sends
+    whole = passes * size * activations.residual
+    return Traffic(size, all_gather=whole, reduce_scatter=whole)
+
+
+def _data_parallel(run: RunShape, chunks: list[EmptyChunk], size: int, expert: bool) -> Traffic:
+    if size == 1:
+        return Traffic(1)
+    numel = sum(buffer.numel for chunk in chunks for buffer in chunk.buffers if buffer.expert is expert)
     gradients = run.ddp.grad_dtype(run.model.params_dtype).itemsize * numel
     if not run.ddp.use_distributed_optimizer:
         return Traffic(size, all_reduce=gradients)

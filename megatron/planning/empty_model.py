@@ -15,7 +15,7 @@ from megatron.core.distributed.buffer_plan import BucketPlan, ParamGroup, ParamS
 from megatron.core.models import ChunkPlace, chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -46,6 +46,21 @@ class RunShape:
 
 
 @dataclass(frozen=True)
+class EmptyBuffer:
+    """The parameters of a chunk that the same ranks hold."""
+
+    buckets: tuple[BucketPlan, ...]
+    replicas: Axis
+    expert: bool
+    """It holds experts alone, which are split in another way than the rest of the model."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.buckets[-1].stop
+
+
+@dataclass(frozen=True)
 class EmptyChunk:
     """A pipeline chunk of a rank, without memory."""
 
@@ -53,34 +68,54 @@ class EmptyChunk:
     num_layers: int
     pre_process: bool
     post_process: bool
-    buckets: tuple[BucketPlan, ...]
+    buffers: tuple[EmptyBuffer, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of its parameter buffer, padding included."""
-        return self.buckets[-1].stop
+        """Elements of its parameter buffers, padding included."""
+        return sum(buffer.numel for buffer in self.buffers)
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        return [bucket for buffer in self.buffers for bucket in buffer.buckets]
 
 
 def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
     """The chunks of one rank on the meta device, with the layout of their buffers."""
     meta = torch.device("meta")
-    shards = ps.dp_cp.size if run.ddp.use_distributed_optimizer else 1
     for place in chunk_places(run.layer_ranges, ps, TensorParallelRng(0, ps.tp.rank), meta):
         module = run.build_chunk(place)
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]
-        bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), ps.dp_cp.size)
-        yield EmptyChunk(
-            module, len(place.layers), place.pre_process, place.post_process, plan_buffer(specs, bucket_size, shards)
-        )
+        specs = [spec for spec in specs if spec.info.trained]
+        apart = [spec.info.expert and run.parallel.splits_experts for spec in specs]
+        buffers = [
+            _empty_buffer(run, [spec for spec, on in zip(specs, apart, strict=True) if on is expert], axis, expert)
+            for axis, expert in ((ps.dp_cp, False), (ps.edp, True))
+            if expert in apart
+        ]
+        yield EmptyChunk(module, len(place.layers), place.pre_process, place.post_process, tuple(buffers))
 
 
-def stored_sizes(chunks: list[EmptyChunk], whole: bool = True) -> Counter[tuple[str, ParamGroup]]:
-    """Elements of every stored tensor by key and group, each once: of the whole model or of these chunks' boxes."""
+def _empty_buffer(run: RunShape, specs: list[ParamSpec], replicas: Axis, expert: bool) -> EmptyBuffer:
+    bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), replicas.size)
+    shards = replicas.size if run.ddp.use_distributed_optimizer else 1
+    return EmptyBuffer(plan_buffer(specs, bucket_size, shards), replicas, expert)
+
+
+def stored_sizes(
+    chunks: list[EmptyChunk], whole: bool = True, experts: bool | None = None
+) -> Counter[tuple[str, ParamGroup]]:
+    """Elements of every stored tensor by key and group, each once: of the whole model or of these chunks' boxes.
+
+    `experts`: of experts alone, or of all but them.
+    """
     sizes: Counter[tuple[str, ParamGroup]] = Counter()
     for chunk in chunks:
         for key, entry in chunk.module.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
             spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
+            if experts is not None and spec.info.expert is not experts:
+                continue
             boxes = sum(box.tensor.numel() for box in entry.boxes)
             sizes[key, spec.group] = spec.numel if whole else boxes
     return sizes

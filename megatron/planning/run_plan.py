@@ -66,6 +66,8 @@ class RunPlan:
 
     stages: tuple[StagePlan, ...]
     num_parameters: int
+    num_active: int
+    """Of these, what a token is multiplied with: of the experts those that it goes to."""
     checkpoint_bytes: int
     num_microbatches: int
     bubble: float
@@ -90,8 +92,11 @@ class RunPlan:
             ("total memory", [m.total for m in memory]),
             ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
             ("sent per step: TP", [t.tp.wire for t in traffic]),
+            ("sent per step: CP", [t.cp.wire for t in traffic]),
             ("sent per step: PP", [t.pp.wire for t in traffic]),
             ("sent per step: DP", [t.dp.wire for t in traffic]),
+            ("sent per step: EP", [t.ep.wire for t in traffic]),
+            ("sent per step: EDP", [t.edp.wire for t in traffic]),
             ("sent: tied embedding", [t.embedding.wire for t in traffic]),
         ]
         lines = ["GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)]
@@ -112,10 +117,19 @@ def plan_run(run: RunShape, world_size: int) -> RunPlan:
     return RunPlan(
         stages,
         num_parameters,
+        _num_active(
+            run, num_parameters, sum(stored_sizes([c for _, own in built for c in own], experts=True).values())
+        ),
         _stored_bytes(run, sizes),
         num_microbatches,
         (pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
     )
+
+
+def _num_active(run: RunShape, total: int, of_experts: int) -> int:
+    if not run.model.has_experts:
+        return total
+    return total - of_experts * (run.model.experts - run.model.moe_router_topk) // run.model.experts
 
 
 def activation_memory(run: RunShape) -> ActivationMemory:
@@ -131,32 +145,42 @@ def activation_memory(run: RunShape) -> ActivationMemory:
         padded_vocab_size(vocab_size, run.vocab_divisor, tp_size) // tp_size,
         run.data_mask,
         run.device_type,
+        run.parallel.etp_size,
+        run.parallel.cp_size,
+        run.parallel.cp_comm_type,
     )
 
 
 def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> StagePlan:
     numel = sum(chunk.numel for chunk in chunks)
-    shards = ps.dp_cp.size if run.ddp.use_distributed_optimizer else 1
+    buffers = [
+        (buffer, buffer.replicas.size if run.ddp.use_distributed_optimizer else 1)
+        for chunk in chunks
+        for buffer in chunk.buffers
+    ]
     activations = activation_memory(run)
     peak = _peak(run, activations, ps, chunks)
     memory = MemoryPlan(
         weights=numel * run.model.params_dtype.itemsize,
-        gradients=_gradient_bytes(run, numel, numel // shards),
+        gradients=sum(_gradient_bytes(run, buffer.numel, buffer.numel // shards) for buffer, shards in buffers),
         optimizer=sum(
             bucket.numel // shards * _optimizer_bytes(run, bucket.group, run.model.params_dtype.itemsize < 4)
-            for chunk in chunks
-            for bucket in chunk.buckets
+            for buffer, shards in buffers
+            for bucket in buffer.buckets
         ),
         tables=len(chunks) * activations.tables,
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
     )
-    stored = _stored_bytes(run, stored_sizes(chunks, whole=False))
+    stored = sum(
+        _stored_bytes(run, stored_sizes(chunks, whole=False, experts=experts)) // axis.size
+        for experts, axis in ((False, ps.dp_cp), (True, ps.edp))
+    )
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
     traffic = plan_traffic(run, ps, chunks, activations)
-    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored // ps.dp_cp.size)
+    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored)
 
 
 def _gradient_bytes(run: RunShape, numel: int, shard: int) -> int:

@@ -30,7 +30,7 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send befo
 
 
 class ExitSignals:
-    """Remembers the first exit signal of this process in place of dying from it; a context manager.
+    """Remembers the first exit signal of this process instead of terminating; a context manager.
 
     torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) ahead of
     the time limit.
@@ -58,11 +58,11 @@ class Exit(NamedTuple):
     """Why a run ends early."""
 
     reason: str
-    urgent: bool = False  # somebody waits: save, and do nothing else
+    urgent: bool = False  # the scheduler will kill the run: save, and do nothing else
     failed: bool = False  # it ends because saving fails
 
 
-class Verdict(NamedTuple):
+class SaveAndExit(NamedTuple):
     """The same on every rank."""
 
     save: bool
@@ -76,7 +76,7 @@ class _Votes(NamedTuple):
     failed: int = 0
 
 
-class Decisions:
+class SaveAndExitPolicy:
     """Call `after` once per iteration on all ranks, `finish` after the last.
 
     `clock` tells the time in seconds; `started` is its reading when the time of --exit-duration-in-mins began.
@@ -105,16 +105,16 @@ class Decisions:
         )
         self._exchange = _Exchange(device)
 
-    def after(self, iteration: int, seconds: float = 0.0) -> Verdict:
+    def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
         """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
         votes = self._exchange.take() if self._needs_votes else _Votes()
         leave = self._leave(iteration, votes)
-        save = bool(votes.save) or _is_multiple(iteration, self._save_interval)
+        save = bool(votes.save) or is_multiple(iteration, self._save_interval)
         if save:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
             self._exchange.start(self._votes(seconds))
-        return Verdict(save, leave)
+        return SaveAndExit(save, leave)
 
     def finish(self) -> None:
         """Take part in the last exchange."""
@@ -127,7 +127,7 @@ class Decisions:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
             return Exit(f"{self._minutes:g} minutes are over (--exit-duration-in-mins)", urgent=True)
-        if _is_multiple(iteration, self._exit_interval):
+        if is_multiple(iteration, self._exit_interval):
             return Exit(f"iteration {iteration} is a multiple of --exit-interval {self._exit_interval}")
         return None
 
@@ -172,8 +172,9 @@ class _Exchange:
         return _Votes(*votes.tolist())
 
 
-def _is_multiple(iteration: int, interval: int | None) -> bool:
-    return interval is not None and iteration % interval == 0
+def is_multiple(iteration: int, interval: int | None) -> bool:
+    """Whether something that is due every `interval` iterations (None or 0: never) is due now."""
+    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
 class NotFiniteError(ValueError):
@@ -188,11 +189,11 @@ class _Submitted:
     skipped: HostCopy
 
 
-class FiniteCheck:
-    """Looks at every iteration, one iteration late, so that the device need not stop for it.
+class NanCheck:
+    """Checks every iteration one iteration later, so that the host never waits for the device.
 
     The optimizer leaves out every update whose gradient norm is not finite, so nothing is damaged in the meantime. With
-    a dynamic loss scale an overflow of the gradient is part of the game; a loss that is not finite is not.
+    a dynamic loss scale an overflow of the gradient is expected; a loss that is not finite is not.
     """
 
     def __init__(self, ps: ParallelState, wanted: bool, dynamic_loss_scale: bool) -> None:

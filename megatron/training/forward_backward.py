@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
+from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, reduce_losses
@@ -41,12 +42,16 @@ def forward_backward(
 
     Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
     micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
-    tokens and their number. Nothing is read back from the device.
+    tokens and their number. So, too, where a rank has only a part of each sequence, whose mean says little; without
+    that flag the means of the parts are nevertheless what is minimized, as in Megatron-LM. Nothing is read back from
+    the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
     for chunk in run.chunks:
         chunk.require_sync = False
+    if run.config.model.has_experts and not forward_only:
+        start_step(run, num_microbatches)
 
     def before_last_backward(chunk: int) -> None:
         run.chunks[chunk].require_sync = True
@@ -66,9 +71,26 @@ def forward_backward(
     return totals
 
 
+def start_step(run: Run, num_microbatches: int) -> None:
+    """Auxiliary losses are means over micro batches and replicas, as the loss is; ranks of CP have shares of them."""
+    per_token = run.config.training.calculate_per_token_loss
+    scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
+    for router in routers(run.chunks):
+        router.start_step(scale, per_token)
+
+
+def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
+    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After the reductions."""
+    if not run.config.model.has_experts:
+        return None
+    of_rank = routers(run.chunks)
+    finish_step(of_rank)
+    return measurements(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
+
+
 def activation_shape(run: Run) -> tuple[int, int, int]:
-    """[s, b, h] between stages, [s/tp, b, h] under sequence parallelism."""
-    sequence = run.config.data.seq_length
+    """[s/cp, b, h] between stages, [s/(cp tp), b, h] under sequence parallelism."""
+    sequence = run.config.data.seq_length // run.ps.cp.size
     if run.config.parallel.sequence_parallel:
         sequence //= run.ps.tp.size
     return sequence, run.config.training.micro_batch_size, run.config.model.hidden_size
@@ -78,6 +100,7 @@ def _make_forward_step(
     run: Run, feed: MicrobatchFeed, num_microbatches: int, totals: Tensor
 ) -> Callable[[int, int, Tensor | None], Tensor]:
     per_token = run.config.training.calculate_per_token_loss
+    means = not per_token and run.ps.cp.size == 1
     loss_scale = run.optimizer.loss_scale
 
     def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
@@ -87,11 +110,12 @@ def _make_forward_step(
             output = run.forward_step(run.chunks[chunk], batch, activation)
         if not isinstance(output, Loss):
             return output
+        total, num_tokens = output
+        mean = total / num_tokens.clamp(min=1)
+        told = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
+        totals.add_(torch.stack(told).detach())
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
-            totals.add_(torch.stack([output.total.detach(), output.num_tokens.float()]))
-            return output.total * loss_scale
-        mean = output.total / output.num_tokens.clamp(min=1)
-        totals.add_(torch.stack([mean.detach(), torch.ones_like(mean)]))
+            return total * loss_scale
         return mean * (loss_scale / num_microbatches)
 
     return forward_step

@@ -22,7 +22,7 @@ from megatron.training.config.run_config import Config
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.profiling import Timers
 
 
 class Loss(NamedTuple):

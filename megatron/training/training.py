@@ -24,16 +24,16 @@ from megatron.training.checkpoint.checkpointing import (
     model_state,
     save_checkpoint,
     save_hf,
+    take_save_directory,
 )
-from megatron.training.checkpoint.ownership import take_save_directory
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import Decisions, ExitSignals, FiniteCheck, NotFiniteError
-from megatron.training.forward_backward import evaluate, forward_backward, report
+from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy, is_multiple
+from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report
 from megatron.training.launch import (
     check_compiler,
     compile_layers,
@@ -45,9 +45,8 @@ from megatron.training.launch import (
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm
-from megatron.training.reporting.profiling import StepProfiler
+from megatron.training.reporting.profiling import StepProfiler, Timers
 from megatron.training.reporting.summary import reporting
-from megatron.training.reporting.timers import Timers
 from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def pretrain(
 
     `clock` is the time, in seconds, that --save-interval-secs and --exit-duration-in-mins go by.
 
-    Raises ValueError for what the user can mend, the same on every rank that can see it.
+    Raises ValueError for what the user can correct, the same on every rank that can see it.
     """
     started = clock()
     console.configure_logging(environment_rank(), config.logging.log_format)
@@ -146,7 +145,7 @@ def build_chunks(
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
-        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp))
+        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
     return chunks
@@ -155,8 +154,8 @@ def build_chunks(
 def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
     """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
     training = run.config.training
-    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length)
-    check = FiniteCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
+    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length, run.config.model)
+    check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
     if training.manual_gc:
         gc.disable()
@@ -166,7 +165,9 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
         _saver_closed(run),
         StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
-        decisions = Decisions(signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock)
+        decisions = SaveAndExitPolicy(
+            signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock
+        )
         while leave is None and run.state.iteration < run.train_iters:
             began = run.clock()
             profiler.before(run.state.iteration + 1)
@@ -178,16 +179,16 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
             over = leave is not None or iteration >= run.train_iters
             if over or iteration == first or iteration % run.config.logging.log_interval == 0:
                 _report_interval(run, log, check, writers)
-            if _is_multiple(iteration, run.config.profiling.log_memory_interval):
+            if is_multiple(iteration, run.config.profiling.log_memory_interval):
                 logger.info(memory_line(iteration, run.device))
-            if _is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
+            if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     _evaluate(run, data.valid, "validation", writers)
             if over or save:
                 _save(run, log, check)
             run.saver.after_iteration()
             _report_saves(run, writers)
-            if training.manual_gc and _is_multiple(iteration, training.manual_gc_interval):
+            if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
         check.finish()
         decisions.finish()
@@ -201,7 +202,7 @@ def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
 
 @contextmanager
 def _saver_closed(run: Run) -> Iterator[None]:
-    """A run that stops on all ranks together still completes the save under way, and clears up after a failed one."""
+    """A run that stops on all ranks together still completes the save under way, and cleans up after a failed one."""
     try:
         yield
     except (NotFiniteError, SaveFailedError):
@@ -209,11 +210,7 @@ def _saver_closed(run: Run) -> Iterator[None]:
         raise
 
 
-def _is_multiple(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
-
-
-def _save(run: Run, log: TrainingLog, check: FiniteCheck) -> None:
+def _save(run: Run, log: TrainingLog, check: NanCheck) -> None:
     """Save, if the last update was finite. Only a save that training waits for anyway waits for the device, too."""
     config, since = run.config.checkpoint, time.perf_counter()
     if config.save is None:
@@ -223,12 +220,12 @@ def _save(run: Run, log: TrainingLog, check: FiniteCheck) -> None:
         save_checkpoint(run, config.save, config.ckpt_format, since)
 
 
-def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: FiniteCheck) -> None:
+def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: NanCheck) -> None:
     """One optimizer step, and everything that counts it."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
-    loss, step = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
+    loss, step, experts = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
     state.iteration += 1
     state.consumed_train_samples += batch_size
     state.num_floating_point_operations_so_far += run.flops_per_token * run.config.data.seq_length * batch_size
@@ -242,15 +239,19 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
             loss_scale=loss_scale,
             loss=loss,
             step=step,
+            experts=experts,
             params_norm=params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
         )
     )
 
 
-def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int) -> tuple[torch.Tensor, StepResult]:
+def train_step(
+    run: Run, batches: Iterator[Batch] | None, num_microbatches: int
+) -> tuple[torch.Tensor, StepResult, torch.Tensor | None]:
     """Gradients of one global batch, their reductions, the update, the schedule.
 
-    Returns this rank's [numerator, denominator] of the loss, and what the optimizer says; both stay on the device.
+    Returns this rank's [numerator, denominator] of the loss, what the optimizer says, and in a model with experts what
+    is measured of them; all stay on the device.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -259,15 +260,16 @@ def train_step(run: Run, batches: Iterator[Batch] | None, num_microbatches: int)
     with run.timers("finalize-model-grads"):
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
+        experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
-    return loss, step
+    return loss, step, experts
 
 
-def _report_interval(run: Run, log: TrainingLog, check: FiniteCheck, writers: Sequence[Writer]) -> None:
+def _report_interval(run: Run, log: TrainingLog, check: NanCheck, writers: Sequence[Writer]) -> None:
     interval = log.close_interval()
     fields = as_fields(interval) | {
         "train_iters": run.train_iters,
@@ -306,6 +308,6 @@ def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> Non
     """When the run is complete: the validation loss of the last iteration, and the test loss."""
     training, iteration = run.config.training, run.state.iteration
     if iteration >= run.train_iters:
-        if training.skip_train or not _is_multiple(iteration, training.eval_interval):
+        if training.skip_train or not is_multiple(iteration, training.eval_interval):
             _evaluate(run, data.valid, "validation", writers)
         _evaluate(run, data.test, "test", writers)

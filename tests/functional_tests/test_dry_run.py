@@ -34,3 +34,11 @@ def test_everything_that_is_wrong(tmp_path):
     result = dry_run("--train-iters 4 --fp16 --bf16 --zzz")
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 3 and "unknown flag --zzz" in result.stderr
+
+
+def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
+    """DTensor and sympy come with DCP's package, a third of the time of a start; the others take seconds."""
+    heavy = "torch.distributed.checkpoint torch.distributed.tensor sympy transformers tensorboard matplotlib tiktoken"
+    program = f"import sys, pretrain_gpt; print([name for name in {heavy.split()} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.training.config.run_config import parse_args
@@ -84,7 +84,7 @@ def test_a_save_holds_what_megatron_core_asks_for(pool, tmp_path):
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2"])
+@pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2", "pp2_cp2"])
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_resuming_at_the_same_layout_changes_no_bit(pool, tmp_path, layout, precision):
     """With dropout, so the random numbers must go on, too."""

@@ -26,6 +26,7 @@ COMMON = (
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
 UNTIED = LLAMA + "--untie-embeddings-and-output-weights "
 FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers {} "
+CP2 = "--context-parallel-size 2 "
 TP2, PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000 "
 
@@ -39,12 +40,21 @@ RUNS = {  # name -> (processes, flags)
     "alibi": (1, "--position-embedding-type alibi"),
     "qk norm": (1, UNTIED + "--qk-layernorm"),
     "selective": (1, UNTIED + "--recompute-granularity selective"),
+    "selective parts": (1, LLAMA + "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    "tp2 sp, selective parts": (
+        2,
+        UNTIED + TP2 + "--sequence-parallel --recompute-granularity selective --recompute-modules mlp",
+    ),
     "full, uniform": (1, UNTIED + FULL.format("uniform", 2) + "--bf16"),
     "full, block": (1, UNTIED + FULL.format("block", 3)),
     "tp2": (2, UNTIED + TP2),
     "tp2 sp": (2, UNTIED + TP2 + "--sequence-parallel --bf16"),
     "tp2 sp, full": (2, LLAMA + TP2 + "--sequence-parallel " + FULL.format("uniform", 1)),
     "tp2, block": (2, LLAMA + TP2 + FULL.format("block", 1)),
+    "cp2, p2p": (2, UNTIED + CP2),
+    "cp2, all_gather, window": (2, UNTIED + CP2 + "--cp-comm-type all_gather --window-size 32,0 --bf16"),
+    "cp2, a2a": (2, UNTIED + CP2 + "--cp-comm-type a2a"),
+    "cp4, selective": (4, UNTIED + CP2.replace("2", "4") + "--recompute-granularity selective"),
     "pp2": (2, UNTIED + PP2),
     "pp2, tied": (2, LLAMA + PP2 + "--bf16"),
     "pp2, interleaved": (2, UNTIED + PP2 + "--num-virtual-stages-per-pipeline-rank 2"),
@@ -84,12 +94,13 @@ def test_memory_and_traffic(pool, name):
         stage = planned.stages[rank if len(planned.stages) > 1 else 0]
         assert stage.memory.total == pytest.approx(peak, rel=0.03)
 
-        axes = (stage.traffic.tp, stage.traffic.dp, stage.traffic.pp, stage.traffic.embedding)
+        axes = (stage.traffic.tp, stage.traffic.cp, stage.traffic.dp, stage.traffic.pp, stage.traffic.embedding)
         for operation, counted in {
             "allreduce_": sum(axis.all_reduce for axis in axes),
             "_allgather_base_": sum(axis.all_gather for axis in axes),
             "_reduce_scatter_base_": sum(axis.reduce_scatter for axis in axes),
             "send": sum(axis.send for axis in axes),
+            "alltoall_base_": sum(axis.all_to_all for axis in axes),
         }.items():
             small = 0.01 * max(sent.values()) + 100  # scalars, and the loss's numbers per token
             assert counted <= sent.get(operation, 0) <= counted + small, operation

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
-from megatron.conversion.convert import WRITERS, Options, Outcome, convert
-from megatron.conversion.deepspeed.names import STYLES
+from megatron.conversion.convert import WRITERS, ConversionReport, Options, convert
+from megatron.conversion.deepspeed.files import STYLES
 from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
 from megatron.conversion.files import parse_size
 from megatron.conversion.open_checkpoint import FORMATS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.parallel_state import ParallelConfig
+from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import make_parser, parse_flags
 
@@ -108,7 +108,9 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
 
 
-def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None) -> Outcome:
+def run(
+    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+) -> ConversionReport:
     options = Options(
         args.target_tensor_parallel_size,
         args.target_pipeline_parallel_size,
@@ -127,7 +129,7 @@ def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], N
         note=note,
     )
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
-    with tqdm(unit="B", unit_scale=True, desc=f"-> {args.saver}", file=sys.stderr) as bar:
+    with Progress(f"-> {args.saver}") as progress:
         return convert(
             args.load_dir,
             args.save_dir,
@@ -138,8 +140,8 @@ def run(args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], N
             options,
             args.overwrite,
             args.verify,
-            bar.update,
-            lambda nbytes: bar.reset(nbytes),
+            progress.add,
+            progress.restart,
         )
 
 

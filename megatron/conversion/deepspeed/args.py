@@ -112,7 +112,7 @@ def write_args(
     return argparse.Namespace(**everything, **({BLOCKS_MARK: False} if blocks else {}))
 
 
-def foreign_parts(config: TransformerConfig) -> list[str]:
+def parts_without_place(config: TransformerConfig) -> list[str]:
     """What of the model their programs lack: the files hold it, but only a reader that knows it computes the same."""
     parts = {
         "window_size": config.window_size is not None,

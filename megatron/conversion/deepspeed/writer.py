@@ -11,9 +11,17 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.conversion.deepspeed.args import foreign_parts, write_args, write_groups, write_scheduler
-from megatron.conversion.deepspeed.files import LATEST, OPTIMIZER_STATE, STATE_FILES, STEP, ZERO, model_state_name
-from megatron.conversion.deepspeed.names import STYLES, Style
+from megatron.conversion.deepspeed.args import parts_without_place, write_args, write_groups, write_scheduler
+from megatron.conversion.deepspeed.files import (
+    LATEST,
+    OPTIMIZER_STATE,
+    STATE_FILES,
+    STEP,
+    STYLES,
+    ZERO,
+    Style,
+    model_state_name,
+)
 from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
 from megatron.conversion.model_space.model import check_parameters, exported_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
@@ -49,7 +57,7 @@ def write_universal(
     loader needs it. Raises ValueError for a model that the programs in question lack, before anything is written.
     """
     options = options or UniversalOptions()
-    writer = _Writer(source, options)
+    writer = _UniversalWriter(source, options)
     names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
     make_empty_directory(directory)
     training = source.training or TrainingState()
@@ -63,15 +71,20 @@ def write_universal(
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
     fsync_tree(directory)
-    lost = foreign_parts(writer.config)
+    lost = parts_without_place(writer.config)
     lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
     return lost + (["random number state: it belongs to one layout"] if training.rng else [])
 
 
-class _Writer:
+class _UniversalWriter:
     def __init__(self, source: Source, options: UniversalOptions) -> None:
         self.source = source
         self.config = config = exported_config(source, options.vocab_size)
+        if config.has_experts:
+            raise ValueError(
+                f"{source.description} has --num-experts {config.experts}: universal checkpoints have no names for the "
+                "experts of a layer. Write torch_dist, legacy or hf"
+            )
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)

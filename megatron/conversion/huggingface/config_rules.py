@@ -28,10 +28,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Json = dict[str, Any]
 _SIZES = """vocab_size num_hidden_layers n_layer hidden_size n_embd n_embed num_attention_heads n_head
     num_key_value_heads head_dim intermediate_size n_inner max_position_embeddings n_positions n_ctx seq_length
-    sliding_window max_window_layers original_max_position_embeddings"""
+    sliding_window max_window_layers original_max_position_embeddings num_experts num_local_experts num_experts_per_tok
+    moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step"""
 _NUMBERS = """initializer_range rms_norm_eps layer_norm_epsilon attention_dropout hidden_dropout attn_pdrop resid_pdrop
-    embd_pdrop rope_theta partial_rotary_factor"""
-_SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window"
+    embd_pdrop rope_theta partial_rotary_factor router_aux_loss_coef router_jitter_noise"""
+_SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias"
 _TEXTS = "model_type torch_dtype dtype activation_function hidden_act"
 _ROPE_NUMBERS = """rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
     original_max_position_embeddings"""
@@ -48,6 +49,7 @@ CONFIG = record(
         **{f"{name}?": optional(boolean) for name in _SWITCHES.split()},
         **{f"{name}?": optional(text(256)) for name in _TEXTS.split()},
         **{f"{name}?": optional(sequence(text(256), 10**5)) for name in ("architectures", "layer_types")},
+        "mlp_only_layers?": optional(sequence(SIZE, 10_000)),
         **{f"{name}?": optional(_ROPE) for name in ("rope_scaling", "rope_parameters")},
     }
 )
@@ -296,10 +298,11 @@ class Rope:
 class MistralWindow:
     """Every layer has the window or none has; transformers counts the token itself, `window_size` does not."""
 
+    default: int | None = 4096  # what a missing field means to transformers
     fields: tuple[str, ...] = ("sliding_window", "layer_types")
 
     def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        window = hf.get("sliding_window", 4096)  # the default of transformers for a missing field
+        window = hf.get("sliding_window", self.default)
         kinds = set(hf.get("layer_types") or ())
         if kinds - {"sliding_attention" if window else "full_attention"}:
             raise ValueError(f"config.json: layer_types {sorted(kinds)} is not supported with sliding_window {window}")
@@ -335,6 +338,49 @@ class QwenWindow:
         if config.window_size is None:
             return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
         return {"use_sliding_window": True, "sliding_window": config.window_size[0] + 1, "max_window_layers": 0}
+
+
+@dataclass(frozen=True)
+class NormalizedTopK:
+    """Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone."""
+
+    fields: tuple[str, ...] = ("norm_topk_prob",)
+
+    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
+        args.setdefault("moe_router_pre_softmax", not hf.get(self.fields[0], False))
+
+    def write(self, config: TransformerConfig) -> Json:
+        return {self.fields[0]: not config.moe_router_pre_softmax}
+
+
+@dataclass(frozen=True)
+class AuxiliaryLoss:
+    """The weight of the load-balancing loss over a micro batch."""
+
+    fields: tuple[str, ...] = ("router_aux_loss_coef",)
+
+    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
+        args.setdefault("moe_aux_loss_coeff", [float(hf.get(self.fields[0]) or 0.0)])
+        args.setdefault("moe_router_load_balancing_type", ["aux_loss"])
+
+    def write(self, config: TransformerConfig) -> Json:
+        return {self.fields[0]: config.load_balancing.get("aux_loss", 0.0)}
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Every `decoder_sparse_step`-th layer has experts, counted from 1, but for those in `mlp_only_layers`."""
+
+    fields: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
+
+    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
+        step, dense = hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
+        pattern = [int((i + 1) % step == 0 and i not in dense) for i in range(args["num_layers"])]
+        args.setdefault("moe_layer_freq", 1 if all(pattern) else pattern)
+
+    def write(self, config: TransformerConfig) -> Json:
+        dense = [number for number, on in enumerate(config.moe_layer_pattern) if not on]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 @dataclass(frozen=True)
@@ -403,7 +449,7 @@ _HARMLESS = """
     _name_or_path name_or_path _commit_hash architectures model_type transformers_version use_cache return_dict
     output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing is_decoder
     attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
-    experts_implementation chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
+    experts_implementation output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
     bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
     pretraining_tp summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout

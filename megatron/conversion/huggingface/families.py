@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion.huggingface.config_rules import (
     COMMON_RULES,
+    AuxiliaryLoss,
     Biases,
     Copy,
     Dropout,
+    ExpertLayers,
     FeedForward,
     Fixed,
     FullAttention,
@@ -20,6 +23,7 @@ from megatron.conversion.huggingface.config_rules import (
     Implied,
     Json,
     MistralWindow,
+    NormalizedTopK,
     QueryGroups,
     QwenWindow,
     Rope,
@@ -53,18 +57,35 @@ def _thirds(config: TransformerConfig, shape: Shape) -> RowMap:
     return qkv_blocks(config.num_attention_heads, config.query_groups, config.head_dim, 1)
 
 
+def _experts_gate_up(config: TransformerConfig, shape: Shape) -> RowMap:
+    return stacked(config.moe_ffn_size, 2 * shape[0])
+
+
+def _experts_down(config: TransformerConfig, shape: Shape) -> RowMap:
+    return stacked(shape[1], shape[0])
+
+
+def _shared_gate_up(config: TransformerConfig, shape: Shape) -> RowMap:
+    return stacked(shape[0] // 2, 2)
+
+
 @dataclass(frozen=True)
 class Row:
-    """One model-space tensor and the stored tensors that hold its rows; `{i}` is the layer."""
+    """One model-space tensor and the stored tensors that hold its rows; `{i}` is the layer.
+
+    Names with `{e}` stand for those of every expert in turn; the rows of a tensor of experts are those of its matrices,
+    one above the other.
+    """
 
     key: str
     names: tuple[str, ...]
     layout: Layout = _same
     transposed: bool = False  # stored as [in, out] (Conv1D of GPT-2)
+    fused: str | None = None  # the whole tensor as transformers 5 has it in memory, all experts in one: read, too
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredParameter:
     """A row for one tensor of one model: where exactly its values are."""
 
     key: str
@@ -72,9 +93,17 @@ class Place:
     names: tuple[str, ...]
     row_map: RowMap
     transposed: bool
+    fused: str | None = None
+
+    @property
+    def matrix(self) -> Shape:
+        """The shape with the matrices of experts one above the other."""
+        return self.shape if len(self.shape) < 3 else (math.prod(self.shape[:-1]), self.shape[-1])
 
     def stored_shapes(self) -> list[Shape]:
-        shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
+        if self.names == (self.fused,):
+            return [self.shape]
+        shapes = [(rows, *self.matrix[1:]) for rows in stored_rows(self.row_map)]
         return [shape[::-1] for shape in shapes] if self.transposed else shapes
 
 
@@ -106,12 +135,15 @@ class Family:
         wanted = model_signature(config)
         implied = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = implied | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
-        got = model_signature(model_config(args, args["vocab_size"], self.model_type))
+        try:
+            got = model_signature(model_config(args, args["vocab_size"], self.model_type))
+        except ValueError as error:  # what the family implies does not go with this model
+            return str(error).splitlines()
         if self.whole_heads and config.hidden_size % config.num_attention_heads:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(self, config: TransformerConfig) -> list[Place]:
+    def places(self, config: TransformerConfig) -> list[StoredParameter]:
         """Every parameter of the model that has a row, in the order of transformers."""
         shapes = model_tensors(config)
         layers = [row for row in self.rows if "{i}" in row.key]
@@ -123,9 +155,17 @@ class Family:
         for row, layer in in_order:
             key = row.key.replace("{i}", str(layer))
             if key in shapes:
-                names = tuple(name.replace("{i}", str(layer)) for name in row.names)
-                places.append(Place(key, shapes[key], names, row.layout(config, shapes[key]), row.transposed))
+                row_map = row.layout(config, shapes[key])
+                names, fused = _names(row, layer, shapes[key][0]), row.fused and row.fused.replace("{i}", str(layer))
+                places.append(StoredParameter(key, shapes[key], names, row_map, row.transposed, fused))
         return places
+
+
+def _names(row: Row, layer: int, num_experts: int) -> tuple[str, ...]:
+    names = [name.replace("{i}", str(layer)) for name in row.names]
+    if "{e}" not in names[0]:
+        return tuple(names)
+    return tuple(name.replace("{e}", str(expert)) for expert in range(num_experts) for name in names)
 
 
 def _pair(key: str, name: str, layout: Layout = _same, transposed: bool = False) -> tuple[Row, Row]:
@@ -162,6 +202,33 @@ _LLAMA_ROWS = (
     Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Row("output_layer.weight", ("lm_head.weight",)),
 )
+
+
+def _expert_rows(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Router and experts of a layer; gate and up of an expert are stacked in the model."""
+    layer, each = f"{_LLAMA_LAYER}{module}.", f"{_LLAMA_LAYER}{module}.experts.{{e}}."
+    fused = f"{_LLAMA_LAYER}mlp.experts."
+    return (
+        Row(_LAYER + "mlp.router.weight", (layer + "gate.weight",), fused=f"{_LLAMA_LAYER}mlp.gate.weight"),
+        Row(
+            _LAYER + "mlp.experts.experts.linear_fc1.weight",
+            (f"{each}{gate}.weight", f"{each}{up}.weight"),
+            _experts_gate_up,
+            fused=fused + "gate_up_proj",
+        ),
+        Row(
+            _LAYER + "mlp.experts.experts.linear_fc2.weight",
+            (f"{each}{down}.weight",),
+            _experts_down,
+            fused=fused + "down_proj",
+        ),
+    )
+
+
+def _with_experts(rows: tuple[Row, ...], experts: tuple[Row, ...]) -> tuple[Row, ...]:
+    """`experts` beside the rows of the dense MLP."""
+    place = next(index for index, row in enumerate(rows) if row.key.startswith(_LAYER + "mlp."))
+    return rows[:place] + experts + rows[place:]
 
 
 def _without(rows: tuple[Row, ...], *endings: str) -> tuple[Row, ...]:
@@ -230,6 +297,71 @@ QWEN3 = Family(
         QwenWindow(),
         Implied("qk_layernorm", True),
     ),
+)
+
+_EXPERT_RULES: tuple[Rule, ...] = (
+    Copy("moe_router_topk", ("num_experts_per_tok",)),
+    AuxiliaryLoss(),
+)
+_QWEN_EXPERT_RULES: tuple[Rule, ...] = (
+    *_EXPERT_RULES,
+    Copy("num_experts", ("num_experts", "num_local_experts"), None),
+    Copy("moe_ffn_hidden_size", ("moe_intermediate_size",), None),
+    NormalizedTopK(),
+    ExpertLayers(),
+)
+_QWEN_EXPERTS = _expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_NAMES = tuple(f"{_LLAMA_LAYER}mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "model.",
+    _with_experts(
+        _without(
+            _LLAMA_ROWS, "q_layernorm.weight", "k_layernorm.weight", ".bias", "mlp.linear_fc1.weight", "fc2.weight"
+        ),
+        _expert_rows("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    (
+        *_LLAMA_RULES,
+        *_EXPERT_RULES,
+        Copy("num_experts", ("num_local_experts",), None),
+        QueryGroups(8),
+        HeadDim(),
+        *_NO_BIAS,
+        MistralWindow(default=None),
+        Implied("qk_layernorm", False),
+        Fixed("router_jitter_noise", 0.0),
+    ),
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    "model.",
+    _with_experts(
+        QWEN2.rows,
+        (
+            *_QWEN_EXPERTS,
+            Row(_LAYER + "mlp.shared_experts.linear_fc1.weight", _SHARED_NAMES[:2], _shared_gate_up),
+            Row(_LAYER + "mlp.shared_experts.linear_fc2.weight", _SHARED_NAMES[2:]),
+            Row(_LAYER + "mlp.shared_experts.gate_weight", (_LLAMA_LAYER + "mlp.shared_expert_gate.weight",)),
+        ),
+    ),
+    (
+        *QWEN2.rules,
+        *_QWEN_EXPERT_RULES,
+        Copy("moe_shared_expert_intermediate_size", ("shared_expert_intermediate_size",), None),
+        Implied("moe_shared_expert_gate", True),
+        Fixed("qkv_bias", True),
+    ),
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "model.",
+    _with_experts(QWEN3.rows, _QWEN_EXPERTS),
+    (*QWEN3.rules, *_QWEN_EXPERT_RULES),
 )
 
 _GPT2_LAYER = "transformer.h.{i}."
@@ -317,7 +449,7 @@ BLOOM = Family(
     ),
 )
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, BLOOM)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2, BLOOM)
 
 
 def family_of(hf: Json) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 
 from megatron.conversion.huggingface.config_rules import CONFIG
-from megatron.conversion.huggingface.families import Place, family_of
+from megatron.conversion.huggingface.families import StoredParameter, family_of
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
 from megatron.conversion.megatron_lm.optimizer_state import check_complete
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
 from megatron.conversion.model_space.pieces import bits
-from megatron.conversion.model_space.row_maps import unpack_rows
+from megatron.conversion.model_space.row_maps import as_is, unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing.format.input_files import read_json
+from megatron.core.dist_checkpointing.format.schema import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 
@@ -58,7 +59,8 @@ class HuggingFaceSource:
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
-        self._places = {place.key: place for place in family.places(config) if self._holds(place)}
+        places = map(self._as_stored, family.places(config))
+        self._places = {place.key: place for place in places if self._holds(place)}
         self._check_shapes()
         self.tensors: dict[str, TensorInfo] = self._parameters(config)
         self._check_tied(config)
@@ -81,7 +83,22 @@ class HuggingFaceSource:
             return torch.zeros(shape, dtype=info.dtype)
         return self._read_parameter(self._places[key], offset, shape)
 
-    def _read_parameter(self, place: Place, offset: Shape, shape: Shape) -> torch.Tensor:
+    def _as_stored(self, place: StoredParameter) -> StoredParameter:
+        """With all experts in one tensor, where the files have them so."""
+        if place.fused is None or self._stored(place.fused) not in self._files:
+            return place
+        return dataclasses.replace(place, names=(place.fused,), row_map=as_is(place.matrix[0]))
+
+    def _read_parameter(self, place: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
+        if len(shape) == 3 and place.names == (place.fused,):
+            name = self._stored(place.names[0])
+            return self._files[name].read(name, offset, shape).contiguous()
+        if len(shape) == 3:  # one expert after the other
+            rows = place.shape[1]
+            matrix = dataclasses.replace(place, shape=place.matrix)
+            first = [(expert * rows + offset[1], offset[2]) for expert in range(offset[0], offset[0] + shape[0])]
+            return torch.stack([self._read_parameter(matrix, at, shape[1:]) for at in first])
+
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             name = self._stored(place.names[source])
             if place.transposed:
@@ -119,7 +136,7 @@ class HuggingFaceSource:
         stored = self._stored(name)
         return self._files[stored].tensors[stored]
 
-    def _holds(self, place: Place) -> bool:
+    def _holds(self, place: StoredParameter) -> bool:
         """False for a bias that config.json says is absent: it is zero. Raises ValueError for a missing tensor."""
         missing = [name for name in map(self._stored, place.names) if name not in self._files]
         if missing and not (self._bias_is_off(place.key) and len(missing) == len(place.names)):

@@ -28,8 +28,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing.format.input_files import named_file, read_json
-from megatron.core.dist_checkpointing.format.schema import file_name, record, sequence
+from megatron.core.dist_checkpointing.format.schema import file_name, named_file, read_json, record, sequence
 from megatron.core.durable_files import write_json
 
 DIRECTORY = "megatron_state"

@@ -19,8 +19,18 @@ import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.input_files import named_file, parse_json, read_json, read_regular
-from megatron.core.dist_checkpointing.format.schema import anything, integer, mapping, record, sequence, shown
+from megatron.core.dist_checkpointing.format.schema import (
+    anything,
+    integer,
+    mapping,
+    named_file,
+    parse_json,
+    read_json,
+    read_regular,
+    record,
+    sequence,
+    shown,
+)
 from megatron.core.durable_files import committed, write_json
 
 SPACE = "\u2581"

@@ -13,9 +13,9 @@ import torch
 
 from megatron.conversion.files import Progress, make_empty_directory, no_progress
 from megatron.conversion.huggingface import sidecar as hf_sidecar
-from megatron.conversion.huggingface.families import Family, Place, choose_family
+from megatron.conversion.huggingface.families import Family, StoredParameter, choose_family
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
-from megatron.conversion.huggingface.weight_files_writer import Outgoing, write_weight_files
+from megatron.conversion.huggingface.weight_files import Outgoing, write_weight_files
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, exported_config, model_tensors
 from megatron.conversion.model_space.row_maps import RowMap, as_is
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, full_precision_key
@@ -78,7 +78,7 @@ def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:
     return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 
-def _check_complete(source: Source, config: TransformerConfig, places: list[Place]) -> None:
+def _check_complete(source: Source, config: TransformerConfig, places: list[StoredParameter]) -> None:
     """Every parameter of the model is in the source, and has a place in the family or is a bias of zeros."""
     shapes = model_tensors(config)
     placed = {place.key for place in places}
@@ -91,11 +91,21 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Plac
         raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
 
 
-def _weight(source: Source, place: Place, dtype: torch.dtype) -> Outgoing:
+def _weight(source: Source, place: StoredParameter, dtype: torch.dtype) -> Outgoing:
     """From the fp32 main parameter, cast only once, where there is one."""
     infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
     key = full_precision_key(place.key, source.tensors)
-    return _outgoing(source, key, place.names, infos, place.shape, place.row_map, place.transposed)
+    outgoing = _outgoing(source, key, place.names, infos, place.matrix, place.row_map, place.transposed)
+    if len(place.shape) < 3:
+        return outgoing
+    _, rows, columns = place.shape
+
+    def read(first: int, count: int) -> torch.Tensor:
+        """Rows of one expert: runs end where a stored tensor does."""
+        box = source.read(key, (first // rows, first % rows, 0), (1, count, columns))
+        return box.view(count, columns).to(dtype)
+
+    return dataclasses.replace(outgoing, read=read)
 
 
 def _state(source: Source, key: str, read: str, info: TensorInfo) -> Outgoing:

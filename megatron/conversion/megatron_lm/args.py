@@ -1,11 +1,17 @@
-"""What Megatron-LM and we store beside tensors: arguments, iteration, schedules."""
+"""What Megatron-LM and we store beside tensors: arguments, schedules, generators, and empty states."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import random
+import re
+import struct
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import COMMON, TrainingState
@@ -13,6 +19,8 @@ from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_c
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.parallel_state import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
@@ -106,7 +114,11 @@ def _plain(value: Any) -> Any:
 
 def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
     """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
-    known = {key: value for key, value in args.items() if key not in ("recompute_granularity", "recompute_method")}
+    known = {
+        key: value
+        for key, value in args.items()
+        if key not in ("recompute_granularity", "recompute_method", "recompute_modules")
+    }
     return model_config(known, vocab_size, where)
 
 
@@ -151,8 +163,19 @@ def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(plain, key=lambda group: -float(group.get("wd_mult") or 0.0))
 
 
-def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-    """The groups in the `optimizer` dict of any variant (formats: one level deeper with half precision or sharding)."""
+def chained(optimizer: Any) -> list[Mapping[str, Any]]:
+    """The optimizers of a run: one, or that of the dense layers and that of the experts (EP > 1)."""
+    if isinstance(optimizer, Mapping) and 0 in optimizer:
+        return [optimizer[number] for number in sorted(optimizer)]
+    return optimizer if isinstance(optimizer, list) else [optimizer]
+
+
+def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
+    """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
+
+    Those of experts have the hyperparameters of the others.
+    """
+    optimizer = chained(optimizer)[0]
     while optimizer is not None:
         if "param_groups" in optimizer:
             groups: list[dict[str, Any]] = optimizer["param_groups"]
@@ -162,6 +185,7 @@ def param_groups(optimizer: Mapping[str, Any] | None) -> list[dict[str, Any]] | 
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    optimizer = chained(optimizer)[0]
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     values = (scaler or {}).items()
     return {name: value.read() if isinstance(value, FileTensor) else value for name, value in values} or None
@@ -172,7 +196,6 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 _MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "num_experts": (None, 1),
     "multi_latent_attention": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
@@ -201,3 +224,74 @@ def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
     if wrong:
         listed = ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong)
         raise ValueError(f"{where} is of a model that is not supported here: {listed}")
+
+
+_MODEL_PARALLEL, _EXPERT_PARALLEL, _PER_STAGE = 2718, 1024, 100  # how Megatron-LM spreads one seed over its ranks
+
+
+def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
+    """The key in torch_dist of the generators of a model-parallel rank (tp, pp)."""
+    tp, pp = rank
+    return f"rng_state/shard_{pp}.{tp}_{parallel.pp_size}.{parallel.tp_size}"
+
+
+def initial_rng_state(seed: int, tp: int, pp: int) -> list[dict[str, Any]]:
+    """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number is drawn."""
+    base = seed + _PER_STAGE * pp
+    host = {
+        "random_rng_state": random.Random(base).getstate(),
+        "np_rng_state": np.random.RandomState(base).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
+    }
+    return [host | initial_cuda_state(seed, tp, pp)]
+
+
+def initial_cuda_state(seed: int, tp: int, pp: int) -> dict[str, Any]:
+    """The part of it that belongs to CUDA."""
+    base = seed + _PER_STAGE * pp
+    seeds = {
+        "data-parallel-rng": base,
+        "model-parallel-rng": base + _MODEL_PARALLEL + tp,
+        "expert-parallel-rng": base + _EXPERT_PARALLEL + tp,
+    }
+    states = {name: _cuda_state(value) for name, value in seeds.items()}
+    return {"cuda_rng_state": _cuda_state(base), "rng_tracker_states": states}
+
+
+def _cuda_state(seed: int) -> torch.Tensor:
+    """A CUDA generator (Philox) is a seed and an offset."""
+    return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
+
+
+# Megatron-core's modules ask for an `_extra_state` each (the scales of FP8 training), and its reader stops at the first
+# one that is not there, even though all of them are empty in other precisions.
+
+# Weight -> the modules beside it that have a state. Transformer Engine's attention and norms have one, Megatron-core's
+# own do not ask for it.
+_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]))\.weight")
+_ATTENTION = re.compile(r"(decoder\.layers\.\d+\.self_attention)\.linear_proj\.weight")
+_NORM = re.compile(r"(decoder\.final_layernorm|decoder\.layers\.\d+\.self_attention\.[qk]_layernorm)\.weight")
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
+
+
+def extra_states(keys: Iterable[str]) -> dict[str, ShardedObject]:
+    """One entry per module, of the model whose weights are among `keys`."""
+    entries: dict[str, ShardedObject] = {}
+    for key in keys:
+        if match := _LINEAR.fullmatch(key):
+            _add(entries, match[1], None)
+        if match := _ATTENTION.fullmatch(key):
+            _add(entries, f"{match[1]}.core_attention", None)
+        if match := _NORM.fullmatch(key):
+            _add(entries, match[1], _EMPTY)
+    return entries
+
+
+def is_extra_state(key: str) -> bool:
+    return "._extra_state/shard_" in key
+
+
+def _add(entries: dict[str, ShardedObject], module: str, value: torch.Tensor | None) -> None:
+    key = f"{module}._extra_state/shard_0_1"
+    entries[key] = ShardedObject(key, value)

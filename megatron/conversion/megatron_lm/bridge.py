@@ -17,8 +17,7 @@ import yaml
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
-from megatron.core.dist_checkpointing.format.input_files import read_regular
-from megatron.core.dist_checkpointing.format.schema import mapping
+from megatron.core.dist_checkpointing.format.schema import mapping, read_regular
 
 RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,10 +17,10 @@ from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
+    rng_key,
     stored_model,
     training_state,
 )
-from megatron.conversion.megatron_lm.objects import rng_key
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     bucket_size_of,
@@ -28,7 +30,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     read_checked,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
@@ -43,6 +45,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     sequence,
 )
 from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.core.parallel_state import ParallelState
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -50,8 +53,31 @@ _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 Stored = FileTensor | torch.Tensor
 
 
-def rank_directory(tp: int, pp: int, pp_size: int) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "")
+def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+class _Writer(NamedTuple):
+    """A rank that wrote a directory; with expert parallelism those that hold the first replica of their experts."""
+
+    tp: int
+    pp: int
+    expert: tuple[int, int] | None = None  # (etp, ep)
+
+    @classmethod
+    def of(cls, layout: Layout, world_size: int) -> list[_Writer]:
+        parallel = layout.parallel
+        if parallel.ep_size == 1:
+            return [cls(*rank) for rank in layout.ranks]
+        least = math.lcm(parallel.tp_size * parallel.pp_size, parallel.etp_size * parallel.ep_size * parallel.pp_size)
+        world = world_size if world_size and world_size % least == 0 else least
+        RANKS(world, f"a world of {world} ranks")
+        states = [ParallelState.for_rank(parallel, world, rank) for rank in range(world)]
+        return [cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank)) for ps in states if ps.edp.is_first]
+
+    def directory(self, layout: Layout) -> str:
+        ep = self.expert[1] if self.expert else 0
+        return rank_directory(self.tp, self.pp, layout.parallel.pp_size, ep, layout.parallel.ep_size)
 
 
 def is_legacy(directory: Path) -> bool:
@@ -85,9 +111,11 @@ class LegacySource:
         first = _open(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        folders = {rank: directory / rank_directory(*rank, layout.parallel.pp_size) for rank in layout.ranks}
+        writers = _Writer.of(layout, int(self.args.get("world_size") or 0))
+        folders = {rank: directory / rank.directory(layout) for rank in writers}
         files = {rank: COMMON(_open(folder / MODEL_FILE), str(folder / MODEL_FILE)) for rank, folder in folders.items()}
-        rows_per_rank = _vocabulary_rows(files[0, 0], folders[0, 0])
+        begin = writers[0]
+        rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
         vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
         self.config = stored_model(self.args, vocab_size, self.description)
@@ -95,20 +123,27 @@ class LegacySource:
         self.unused = [f"{name} (the arguments say {_sizes(layout)})" for name in sorted(stale)]
         self._table = PieceTable()
         sharded = optimizer and _sharded_optimizer(list(folders.values()))
-        for (tp, pp), content in files.items():
-            chunks = rank_parameters(self.config, layout, tp, pp, divisible_by=rows_per_rank)
-            chunks = self._add_weights(content, chunks, folders[tp, pp])
-            if sharded:
-                self._add_buffers(folders[tp, pp] / OPTIMIZER_FILE, chunks, pp)
-            elif optimizer:
-                self._add_states(content.get("optimizer") or {}, chunks, folders[tp, pp] / MODEL_FILE)
+        for rank, content in files.items():
+            folder = folders[rank]
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
+            chunks = self._add_weights(content, chunks, folder)
+            where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
+            found = _open(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
+            kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
+            for number, kind in enumerate(kinds):  # dense layers, then experts
+                own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
+                if kind is not None and any(own) and sharded:
+                    self._add_buffers(kind, where, own, rank.pp)
+                elif kind is not None and any(own):
+                    self._add_states(kind, own, where)
         add_implied_main_parameters(self._table)
         check_main_parameters(self._table, self.description)
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_complete(self.tensors, self.description)
-        groups = param_groups(files[0, 0].get("optimizer")) if optimizer else None
-        self.training: TrainingState | None = training_state(files[0, 0], self.args, groups)
-        self.training.rng = _generators(files, layout)
+        groups = param_groups(files[begin].get("optimizer")) if optimizer else None
+        self.training: TrainingState | None = training_state(files[begin], self.args, groups)
+        if layout.parallel.ep_size == 1:
+            self.training.rng = _generators({(rank.tp, rank.pp): content for rank, content in files.items()}, layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return read_checked(self._table, key, offset, shape, self.description)
@@ -147,13 +182,15 @@ class LegacySource:
         info = TensorInfo(parameter.global_shape, tensor.dtype)
         for box in parameter.boxes:
             region = region_of_flat(_flat_reader(tensor), first + box.start, box.shape)
-            self._table.add(key, info, Piece(box.offset, box.shape, region))
+            self._table.add(key, info, StoredPiece(box.offset, box.shape, region))
 
-    def _add_buffers(self, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
+    def _add_buffers(self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
-        buffers = mapping(anything, keys=anything)(_open(path), str(path))
+        buffers = mapping(anything, keys=anything)(content, str(path))
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
         for index, parameters in enumerate(chunks):
+            if not parameters:
+                continue
             found = buffers.get(index)
             if not buffers.get("buckets_coalesced") or not isinstance(found, dict) or len(found) != 1:
                 raise CheckpointError(f"{path}: model chunk {index} is not one buffer of coalesced buckets")
@@ -217,11 +254,16 @@ _NUMBERED = record(
 )
 
 
-def _open(path: Path) -> dict[Any, Any]:
+def _belongs(parameter: LocalParameter, optimizer: int, apart: bool) -> bool:
+    """To the first optimizer, of dense layers, or to the second, of experts; all to one where they are not apart."""
+    return parameter.info.trained and (not apart or parameter.info.expert == bool(optimizer))
+
+
+def _open(path: Path, *kinds: type) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
     content = safe_open(path)
-    if not isinstance(content, dict):
+    if not isinstance(content, kinds or dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
     return content
 
@@ -247,7 +289,9 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
-    for name in (parameter.name, fused_name(parameter.name)):
+    # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call experts.local_experts.3...
+    grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
+    for name in (parameter.name, fused_name(parameter.name), grouped):
         if name in model:
             return name
     raise CheckpointError(f"{where}: {parameter.name} is missing")

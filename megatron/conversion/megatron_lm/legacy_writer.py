@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.files import Progress, no_progress, run_jobs
-from megatron.conversion.megatron_lm.args import common_state, stored_model
+from megatron.conversion.megatron_lm.args import common_state, initial_rng_state, rng_key, stored_model
 from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
-from megatron.conversion.megatron_lm.objects import initial_rng_state, rng_key
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.pieces import FilePlace, write_to_places
@@ -95,7 +94,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     )
 
 
-class _Held(NamedTuple):
+class _SlotContent(NamedTuple):
     """The local elements of `parameter`, of the tensor `key`, lie in a slot from element `first`."""
 
     key: str
@@ -109,7 +108,7 @@ class _Contents:
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source, self._args = source, args
         self._config = stored_model(args, args["model_vocab_size"], source.description)
-        self.held: dict[TensorSlot, list[_Held]] = defaultdict(list)
+        self.held: dict[TensorSlot, list[_SlotContent]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
@@ -128,11 +127,12 @@ class _Contents:
         if training is None or training.param_groups is None:
             return files
         content["opt_param_scheduler"] = training.scheduler
+        trained = [[parameter for parameter in parameters if parameter.info.trained] for parameters in chunks]
         if args["use_distributed_optimizer"]:
             content["optimizer"] = {"optimizer": {"param_groups": training.param_groups}}
-            files[OPTIMIZER_FILE] = self._buffers(chunks, pp)
+            files[OPTIMIZER_FILE] = self._buffers(trained, pp)
         else:
-            content["optimizer"] = self._numbered(training.param_groups, chunks)
+            content["optimizer"] = self._numbered(training.param_groups, trained)
         if training.grad_scaler is not None:
             content["optimizer"]["grad_scaler"] = training.grad_scaler
         return files
@@ -152,7 +152,7 @@ class _Contents:
 
     def _slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
         slot = TensorSlot(self._source.tensors[key].dtype, parameter.shape)
-        self.held[slot].append(_Held(key, parameter, 0))
+        self.held[slot].append(_SlotContent(key, parameter, 0))
         return slot
 
     def _buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
@@ -165,7 +165,7 @@ class _Contents:
             for state in optimizer_states(self._source.tensors):
                 states[state] = TensorSlot(torch.float32, (sum(sizes),))
                 self.held[states[state]] = [
-                    _Held(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
+                    _SlotContent(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
                     for parameter, bucket, start in placed
                 ]
             dtypes = (self._source.tensors[parameters[0].key].dtype, torch.float32)
@@ -208,7 +208,7 @@ class _Contents:
 
 
 def _begin_file(
-    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_Held]]
+    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_SlotContent]]
 ) -> list[tuple[str, FilePlace]]:
     """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
     layout = lay_out_archive(content)

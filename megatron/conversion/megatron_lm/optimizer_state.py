@@ -124,12 +124,17 @@ def add_implied_main_parameters(table: PieceTable) -> None:
             table.alias(main, key)
 
 
+def is_trained(key: str) -> bool:
+    """Whether the optimizer knows the parameter: the bias of a router follows the load."""
+    return not key.endswith(".router.expert_bias")
+
+
 def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
     """Every parameter has all of its optimizer state, of its shape, or none has any.
 
     Raises CheckpointError naming what is missing or of another shape.
     """
-    shapes = {key: info.shape for key, info in tensors.items() if not key.startswith("optimizer.")}
+    shapes = {key: info.shape for key, info in tensors.items() if not key.startswith("optimizer.") and is_trained(key)}
     found = optimizer_states(tensors)
     states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
     wanted = {optimizer_key(state, key): shape for key, shape in shapes.items() for state in states}

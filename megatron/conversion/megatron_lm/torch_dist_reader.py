@@ -11,12 +11,12 @@ import torch
 
 from megatron.conversion.megatron_lm.args import (
     arguments,
+    is_extra_state,
     param_groups,
     stored_model,
     training_state,
 )
 from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
-from megatron.conversion.megatron_lm.objects import is_extra_state
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     check_complete,
@@ -26,7 +26,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
-from megatron.conversion.model_space.pieces import Piece, PieceTable, ReadFlat, region_of_flat
+from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
@@ -93,7 +93,7 @@ class TorchDistSource:
         if optimizer:
             refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
         for key in stored.tensors:
-            if not (key.startswith("optimizer.") if not optimizer else _BUCKET.fullmatch(key)):
+            if not (key.startswith(("optimizer.", "chained_")) if not optimizer else _BUCKET.fullmatch(key)):
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
             raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT that we know")
@@ -138,7 +138,9 @@ class TorchDistSource:
             if original is None:
                 shape = stored.shape[len(lead) :]
                 self._table.add(
-                    target, TensorInfo(shape, stored.dtype), Piece((0,) * len(shape), shape, self._region(key, lead))
+                    target,
+                    TensorInfo(shape, stored.dtype),
+                    StoredPiece((0,) * len(shape), shape, self._region(key, lead)),
                 )
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
@@ -157,23 +159,40 @@ class TorchDistSource:
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
-            self._table.add(target, TensorInfo(shape, stored.dtype), Piece(offset, extent, region))
+            self._table.add(target, TensorInfo(shape, stored.dtype), StoredPiece(offset, extent, region))
 
-    def _add_buckets(self, buckets: dict[tuple[int, int, int, str], str]) -> None:
+    def _add_buckets(self, buckets: dict[tuple[int, int, int, int, str], str]) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
         layout = Layout.from_args(self.args)
-        states = sorted({state for *_, state in buckets})
+        apart = layout.parallel.ep_size > 1  # experts have an optimizer of their own
         for group, (tp, pp) in enumerate(layout.ranks):
+            where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
-                if has_fused_norms(self.args):
-                    parameters = with_fused_norms(parameters)
-                where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-                for state in states:
-                    keys: list[str] = []
-                    while (group, chunk, len(keys), state) in buckets:
-                        keys.append(buckets.pop((group, chunk, len(keys), state)))
-                    self._add_buffer(state, keys, parameters, where)
+                dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
+                self._add_chunk(buckets, (0, group, chunk), dense, where)
+        for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
+            where = f"{self.description}, expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {pp}"
+            for chunk, parameters in enumerate(rank_parameters(self.config, layout, 0, pp, expert_rank=(etp, ep))):
+                self._add_chunk(buckets, (1, group, chunk), [p for p in parameters if p.info.expert], where)
         self.unused += sorted(buckets.values())
+
+    def _add_chunk(
+        self,
+        buckets: dict[tuple[int, int, int, int, str], str],
+        place: tuple[int, int, int],
+        parameters: list[LocalParameter],
+        where: str,
+    ) -> None:
+        """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
+        if not parameters:
+            return
+        if has_fused_norms(self.args):
+            parameters = with_fused_norms(parameters)
+        for state in sorted({state for *_, state in buckets}):
+            keys: list[str] = []
+            while (*place, len(keys), state) in buckets:
+                keys.append(buckets.pop((*place, len(keys), state)))
+            self._add_buffer(state, keys, parameters, where)
 
     def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
         """One state of one chunk: `keys` are its buckets."""
@@ -182,7 +201,7 @@ class TorchDistSource:
             info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
             for box in parameter.boxes:
                 region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
-                self._table.add(optimizer_key(state, parameter.key), info, Piece(box.offset, box.shape, region))
+                self._table.add(optimizer_key(state, parameter.key), info, StoredPiece(box.offset, box.shape, region))
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
         """Elements of the stored tensor along its last axis, at `place` on the others."""
@@ -193,8 +212,9 @@ class TorchDistSource:
         return read
 
     def _groups_of_buckets(self) -> list[dict[str, Any]] | None:
-        key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
-        return param_groups(self._reader.read_object(key)) if key in self._reader.metadata.objects else None
+        name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+        keys = [key for key in (name, f"chained_0.{name}") if key in self._reader.metadata.objects]
+        return param_groups(self._reader.read_object(keys[0])) if keys else None
 
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""
@@ -207,11 +227,11 @@ class TorchDistSource:
         check_complete(self.tensors, str(directory))
 
 
-def _bucket_of(key: str) -> tuple[int, int, int, str]:
-    """Rank, chunk and number of a bucket, and which state it holds."""
+def _bucket_of(key: str) -> tuple[int, int, int, int, str]:
+    """Optimizer, rank, chunk and number of a bucket, and which state it holds."""
     match = _BUCKET.fullmatch(key)
     assert match is not None
-    return int(match[1]), int(match[2]), int(match[3]), match[4]
+    return int(match[1] or 0), int(match[2]), int(match[3]), int(match[4]), match[5]
 
 
 def _states(keys: Iterable[str]) -> set[str]:
@@ -219,7 +239,7 @@ def _states(keys: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for key in keys:
         if match := _BUCKET.fullmatch(key):
-            found.add(match[4])
+            found.add(match[5])
         elif match := _STATE.fullmatch(key):
             found.add(match[1])
     return found
@@ -228,5 +248,5 @@ def _states(keys: Iterable[str]) -> set[str]:
 def _is_known_object(key: str) -> bool:
     """Objects that carry nothing to convert, or that are read elsewhere."""
     return is_extra_state(key) or key.startswith(
-        ("rng_state/", "optimizer.distributed.", "common_state/", "rerun_state")
+        ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
     )

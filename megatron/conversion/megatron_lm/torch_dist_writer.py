@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, stored_model
-from megatron.conversion.megatron_lm.objects import extra_states
+from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, extra_states, stored_model
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save

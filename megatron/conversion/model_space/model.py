@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, deci
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-_FIRST_LAYER = "decoder.layers.0."
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -92,23 +93,34 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     """Every parameter of the whole model by its key, as its layers define it.
 
-    They are built on the meta device; all layers are alike, so one is enough. Raises ValueError for impossible sizes.
+    They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one of each is enough.
+    Raises ValueError for impossible sizes.
     """
+    pattern = config.moe_layer_pattern
+    first = {kind: pattern.index(kind) for kind in set(pattern)}
     try:
-        model = GPTModel(config, layers=range(1), rng=TensorParallelRng(0, 0), device=torch.device("meta"))
+        models = {kind: _parameters_with_layer(config, number) for kind, number in first.items()}
     except RuntimeError as error:  # more elements than 64 bits can count
         raise ValueError(f"no model has these sizes: {error}") from error
+    outside = models[pattern[0]]
+    layers = {kind: [p for p in models[kind] if _LAYER.match(p.name)] for kind in models}
+    begin = outside.index(layers[pattern[0]][0])
+    outside[begin : begin + len(layers[pattern[0]])] = [
+        dataclasses.replace(parameter, name=_LAYER.sub(f"decoder.layers.{number}.", parameter.name))
+        for number, kind in enumerate(pattern)
+        for parameter in layers[kind]
+    ]
+    return outside
+
+
+def _parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
+    """Those of a model whose only layer is that one."""
+    layers = range(number, number + 1)
+    model = GPTModel(config, layers=layers, rng=TensorParallelRng(0, 0), device=torch.device("meta"))
     parameters = []
     for key, entry in model.sharded_state_dict().items():
         assert isinstance(entry, ShardedTensor) and isinstance(entry.local, torch.nn.Parameter), key
         parameters.append(ParamSpec(key, entry.global_shape, param_info(entry.local)))
-    layer = [parameter for parameter in parameters if parameter.name.startswith(_FIRST_LAYER)]
-    begin = parameters.index(layer[0])
-    parameters[begin : begin + len(layer)] = [
-        dataclasses.replace(parameter, name=f"decoder.layers.{number}.{parameter.name.removeprefix(_FIRST_LAYER)}")
-        for number in range(config.num_layers)
-        for parameter in layer
-    ]
     return parameters
 
 

@@ -20,7 +20,7 @@ _BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """The box at `offset` of extent `shape`; `read` gives any region of it."""
 
     offset: Shape
@@ -34,9 +34,9 @@ class PieceTable:
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
         self.aliases: set[str] = set()  # keys that name the elements of another
-        self._pieces: dict[str, dict[tuple[Shape, Shape], Piece]] = {}
+        self._pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}
 
-    def add(self, key: str, info: TensorInfo, piece: Piece) -> None:
+    def add(self, key: str, info: TensorInfo, piece: StoredPiece) -> None:
         """Raises ValueError when pieces disagree about the tensor."""
         known = self.tensors.setdefault(key, info)
         if known != info:
@@ -48,7 +48,7 @@ class PieceTable:
         self.tensors[key], self._pieces[key] = self.tensors[of], self._pieces[of]
         self.aliases.add(key)
 
-    def pieces(self, key: str) -> list[Piece]:
+    def pieces(self, key: str) -> list[StoredPiece]:
         return list(self._pieces[key].values())
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -56,7 +56,7 @@ class PieceTable:
         return paste(self.pieces(key), offset, shape, self.tensors[key].dtype, key)
 
 
-def paste(pieces: Sequence[Piece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
+def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
     """The box at `offset` of extent `shape`, from disjoint pieces."""
     whole: torch.Tensor | None = None
     found = 0
@@ -91,7 +91,7 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
 
     def elements(runs: Runs) -> list[torch.Tensor]:
         first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
-        if repeats > 1 and stride - length < _SMALL_GAP:
+        if repeats > 1 and runs.gap < _SMALL_GAP:
             span = read_flat(first, (repeats - 1) * stride + length)
             return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
         return [read_flat(first + i * stride, length) for i in range(repeats)]

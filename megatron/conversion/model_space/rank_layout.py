@@ -6,6 +6,8 @@ whether a checkpoint can be loaded at a layout, and what each rank reads.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,7 +66,7 @@ class Layout:
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
         """The layout that a Megatron-LM Namespace records."""
-        return cls.of(
+        layout = cls.of(
             args["num_layers"],
             args.get("tensor_model_parallel_size") or 1,
             args.get("pipeline_model_parallel_size") or 1,
@@ -73,13 +75,21 @@ class Layout:
             args.get("decoder_last_pipeline_num_layers"),
             **{rule: args[name] for name, rule in RULES.items() if args.get(name)},
         )
+        if (args.get("num_experts") or 0) <= 1:
+            return layout
+        ep, etp = (args.get(f"expert_{axis}_parallel_size") for axis in ("model", "tensor"))
+        RANKS((ep or 1) * (etp or 1), f"{ep} x {etp} ranks of experts")
+        sizes: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
+        return replace(layout, parallel=replace(layout.parallel, **sizes))
 
     def arguments(self) -> dict[str, Any]:
         """What `from_args` reads: a layout in Megatron-LM's arguments."""
         tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
         return {
             "tensor_model_parallel_size": tp,
-            "expert_tensor_parallel_size": tp,
+            "context_parallel_size": 1,
+            "expert_tensor_parallel_size": self.parallel.etp_size,
+            "expert_model_parallel_size": self.parallel.ep_size,
             "pipeline_model_parallel_size": pp,
             "transformer_pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
@@ -96,6 +106,12 @@ class Layout:
     def ranks(self) -> list[tuple[int, int]]:
         """(tp, pp) of every model-parallel rank, TP fastest."""
         return [(tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)]
+
+    @property
+    def expert_ranks(self) -> list[tuple[int, int, int]]:
+        """(etp, ep, pp) of every rank of the experts' grid but their replicas, ETP fastest."""
+        sizes = (self.parallel.pp_size, self.parallel.ep_size, self.parallel.etp_size)
+        return [(etp, ep, pp) for pp, ep, etp in itertools.product(*map(range, sizes))]
 
 
 @dataclass(frozen=True)
@@ -117,11 +133,24 @@ class LocalParameter(ParamSpec):
 
 
 def rank_parameters(
-    config: TransformerConfig, layout: Layout, tp_rank: int, pp_rank: int, divisible_by: int = 1
+    config: TransformerConfig,
+    layout: Layout,
+    tp_rank: int,
+    pp_rank: int,
+    divisible_by: int = 1,
+    expert_rank: tuple[int, int] | None = None,
 ) -> list[list[LocalParameter]]:
-    """The parameters of every chunk of a rank, in module order."""
-    world = layout.parallel.tp_size * layout.parallel.pp_size
-    ps = ParallelState.for_rank(layout.parallel, world, tp_rank + layout.parallel.tp_size * pp_rank)
+    """The parameters of every chunk of a rank, in module order; each expert by itself.
+
+    `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are.
+    """
+    dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    world = dense.tp_size * dense.pp_size
+    ps = ParallelState.for_rank(dense, world, tp_rank + dense.tp_size * pp_rank)
+    etp, ep = Axis(tp_rank, dense.tp_size), Axis()
+    if expert_rank is not None:
+        sizes = layout.parallel.etp_size, layout.parallel.ep_size
+        etp, ep = (Axis(rank, size) for rank, size in zip(expert_rank, sizes, strict=True))
     chunks = []
     for index, layers in enumerate(layout.stages[pp_rank]):
         model = GPTModel(
@@ -130,6 +159,7 @@ def rank_parameters(
             pre_process=ps.is_first_chunk(index),
             post_process=ps.is_last_chunk(index),
             tp=ps.tp,
+            experts=ExpertAxes(etp, ep),
             make_vocab_size_divisible_by=divisible_by,
             rng=TensorParallelRng(0, tp_rank),
             device=torch.device("meta"),
@@ -140,7 +170,7 @@ def rank_parameters(
 
 def _parameters_of(model: GPTModel) -> list[LocalParameter]:
     entries = {entry.local: entry for entry in model.sharded_state_dict().values() if isinstance(entry, ShardedTensor)}
-    return [
+    parameters = [
         LocalParameter(
             name,
             tuple(param.shape),
@@ -151,6 +181,29 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
         )
         for name, param in model.named_parameters()
     ]
+    result: list[LocalParameter] = []
+    for module, group in itertools.groupby(parameters, lambda p: p.info.expert and p.name.split(".linear_fc")[0]):
+        members = list(group)
+        result += members if not module else _each_expert(members, str(module))
+    return result
+
+
+def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[LocalParameter]:
+    """The parameters of a rank's experts, expert by expert, under the names of Megatron-LM's modules."""
+    result = []
+    for expert in range(projections[0].shape[0]):
+        for parameter in projections:
+            numel = parameter.numel // parameter.shape[0]
+            name = f"{module}.local_experts.{expert}.{parameter.name.removeprefix(module + '.')}"
+            boxes = []
+            for box in parameter.boxes:
+                inside = expert * numel - box.start  # the first element of this expert, in the box
+                if box.shape[0] > 1 or box.start // numel == expert:
+                    offset = (box.offset[0] + max(inside, 0) // math.prod(box.shape[1:]), *box.offset[1:])
+                    boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
+            shape = parameter.shape[1:]
+            result.append(replace(parameter, name=name, shape=shape, boxes=tuple(boxes)))
+    return result
 
 
 def fused_name(name: str) -> str:
@@ -165,12 +218,19 @@ def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParamete
 
     A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
     """
-    renamed = [replace(parameter, name=fused_name(parameter.name)) for parameter in parameters]
+    names = {parameter.name for parameter in parameters}
+
+    def fused(name: str) -> str:
+        """The norm before a layer with experts has no projection to belong to."""
+        new = fused_name(name)
+        return new if new.replace(".layer_norm_bias", ".weight").replace(".layer_norm_", ".") in names else name
+
+    renamed = [replace(parameter, name=fused(parameter.name)) for parameter in parameters]
     place = {parameter.name: index for index, parameter in enumerate(renamed)}
 
     def order(parameter: LocalParameter) -> tuple[int, bool, int]:
-        module = parameter.name.rpartition(".")[0]
-        return place[f"{module}.weight"], ".layer_norm_" not in parameter.name, place[parameter.name]
+        module, own = parameter.name.rpartition(".")[0], place[parameter.name]
+        return place.get(f"{module}.weight", own), ".layer_norm_" not in parameter.name, own
 
     return sorted(renamed, key=order)
 
@@ -184,7 +244,7 @@ _STATES = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class RankLoad:
     """What one model-parallel rank holds of a checkpoint. Bytes are as stored."""
 
     tp: int
@@ -196,7 +256,7 @@ class RankPlan:
     parts: dict[str, dict[str, int]]  # these bytes by part of the model and kind
 
 
-def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
+def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     """What every model-parallel rank of `layout` reads of `source`, TP fastest.
 
     Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
@@ -215,7 +275,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankPlan]:
             part["weights"] += _stored_bytes(source, {key: numel}, [""])
             part["optimizer"] += _stored_bytes(source, {key: numel}, [f"optimizer.state.{s}." for s in _STATES])
         weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
-        plans.append(RankPlan(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
+        plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
     return plans
 
 

@@ -21,7 +21,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """`rows` rows per group, one after the other from row `start` of stored tensor number `source`."""
 
     source: int
@@ -32,7 +32,7 @@ class Part:
 @dataclass(frozen=True)
 class Interleave:
     groups: int
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
 
     @property
     def group_rows(self) -> int:
@@ -47,17 +47,19 @@ RowMap = tuple[Interleave, ...]
 
 
 def as_is(rows: int) -> RowMap:
-    return (Interleave(1, (Part(0, 0, rows),)),)
+    return (Interleave(1, (RowPart(0, 0, rows),)),)
 
 
 def stacked(rows: int, count: int) -> RowMap:
     """`count` stored tensors of `rows` rows each, one above the other."""
-    return (Interleave(1, tuple(Part(source, 0, rows) for source in range(count))),)
+    return (Interleave(1, tuple(RowPart(source, 0, rows) for source in range(count))),)
 
 
 def qkv_apart(heads: int, groups: int, head_dim: int) -> RowMap:
     """Stored q, k and v; per group of the model: its query heads, its key, its value."""
-    return (Interleave(groups, tuple(Part(s, 0, rows) for s, rows in enumerate(_qkv_rows(heads, groups, head_dim)))),)
+    return (
+        Interleave(groups, tuple(RowPart(s, 0, rows) for s, rows in enumerate(_qkv_rows(heads, groups, head_dim)))),
+    )
 
 
 def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
@@ -72,7 +74,7 @@ def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
     for _ in range(blocks):
         parts = []
         for rows in _qkv_rows(heads, groups, head_dim):
-            parts.append(Part(0, start, rows))
+            parts.append(RowPart(0, start, rows))
             start += share * rows
         interleaves.append(Interleave(share, tuple(parts)))
     return tuple(interleaves)
@@ -141,7 +143,7 @@ class Share(NamedTuple):
         return groups[:, self.offset : self.offset + self.rows].flatten(0, 1)
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Model rows `[first, first + rows)`, and who gets which of them."""
 
     first: int
@@ -149,7 +151,7 @@ class Run(NamedTuple):
     shares: tuple[Share, ...]
 
 
-def runs(row_map: RowMap, most: int) -> Iterator[Run]:
+def runs(row_map: RowMap, most: int) -> Iterator[RowRun]:
     """All model rows in runs of at most `most` rows (or one group), each row once: `pack_rows` a little at a time."""
     base = 0
     for block in row_map:
@@ -160,18 +162,18 @@ def runs(row_map: RowMap, most: int) -> Iterator[Run]:
         base += block.rows
 
 
-def _runs_of_parts(block: Interleave, base: int, most: int) -> Iterator[Run]:
+def _runs_of_parts(block: Interleave, base: int, most: int) -> Iterator[RowRun]:
     for part in block.parts:
         for first in range(0, part.rows, most):
             count = min(most, part.rows - first)
-            yield Run(base + first, count, (Share(part.source, part.start + first, 1, 0, count),))
+            yield RowRun(base + first, count, (Share(part.source, part.start + first, 1, 0, count),))
         base += part.rows
 
 
-def _runs_of_groups(block: Interleave, base: int, most: int) -> Iterator[Run]:
+def _runs_of_groups(block: Interleave, base: int, most: int) -> Iterator[RowRun]:
     for first in range(0, block.groups, most):
         groups, offset, shares = min(most, block.groups - first), 0, []
         for part in block.parts:
             shares.append(Share(part.source, part.start + first * part.rows, groups, offset, part.rows))
             offset += part.rows
-        yield Run(base + first * block.group_rows, groups * block.group_rows, tuple(shares))
+        yield RowRun(base + first * block.group_rows, groups * block.group_rows, tuple(shares))

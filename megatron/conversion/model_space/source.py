@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +68,11 @@ def _check_of(kind: Any) -> Check:
         return optional(_OF_TYPE[kind])
     if typing.get_origin(kind) is tuple:
         return optional(sequence(integer(-1, 2**31 - 1), 2, least=2))
-    return _check_of(typing.get_args(kind)[0])  # X | None
+    arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+    if typing.get_origin(kind) is list or len(arms) > 1:
+        one = _check_of(arms[0])  # Megatron-LM stores one value where a list has one
+        return lambda value, where: (sequence(one, 10_000) if isinstance(value, list | tuple) else one)(value, where)
+    return _check_of(arms[0])  # X | None
 
 
 _MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}
@@ -91,6 +96,10 @@ _RUN: dict[str, Check] = {
     },
     **{f"decoder_{end}_pipeline_num_layers?": optional(LAYERS) for end in ("first", "last")},
     **{f"{name}?": optional(text()) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")},
+    "special_tokens?": optional(sequence(text(256), 10_000)),
+    "legacy_tokenizer?": optional(boolean),
+    "tiktoken_pattern?": optional(text(8)),
+    "tiktoken_num_special_tokens?": optional(SIZE),
     **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
     "train_data_fingerprint?": optional(text()),
 }
@@ -116,8 +125,12 @@ def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the ot
 
 
 def _optimizer(value: Any, where: str) -> Any:
-    """Of any variant: one level deeper with half precision or sharding."""
-    return _OPTIMIZER(value, where)
+    """Of any variant: one level deeper with half precision or sharding; dense layers and experts apart with EP > 1."""
+    several = isinstance(value, list) or (isinstance(value, dict) and 0 in value)
+    if not several:
+        return _OPTIMIZER(value, where)
+    sequence(_OPTIMIZER, 64)(list(value.values()) if isinstance(value, dict) else value, where)
+    return value
 
 
 _OPTIMIZER = record(

@@ -127,6 +127,30 @@ class GPTDatasetConfig:
     num_dataset_builder_threads: int = flag(1)
     """Threads that open data sets and build their indices when there are several."""
 
+    fim_data: bool = flag(False)
+    """Fill in the middle: tell documents in another order, by the flags below (Bavarian et al. 2022). Not those of
+    --mock-data."""
+    fim_rate: float = flag(0.5)
+    """Share of documents that are reordered."""
+    fim_spm_rate: float = flag(0.5)
+    """Share of those that begin with the suffix (SPM) and not with the prefix (PSM)."""
+    fim_split_sample: str | None = flag(None)
+    """A token that cuts documents into fragments, each of which is reordered by itself."""
+    fim_fragment_rate: float | None = flag(None)
+    """Share of the fragments of a document of --fim-rate that are reordered."""
+    fim_no_prefix: str | None = flag(None)
+    """Leave documents and fragments alone whose text begins so."""
+    fim_prefix_token: str = flag("<fim_prefix>")
+    """Token before the prefix."""
+    fim_middle_token: str = flag("<fim_middle>")
+    """Token before the middle."""
+    fim_suffix_token: str = flag("<fim_suffix>")
+    """Token before the suffix."""
+    fim_pad_token: str = flag("<fim_pad>")
+    """Token that fills a sample whose text has become shorter."""
+    fim_eod_token: str = flag("<|endoftext|>")
+    """Token between documents."""
+
     # Not flags: properties of how a sample is cut that a caller may change.
     # A sample reads seq_length + 1 tokens, so that every position has a label; without it the last one has none.
     add_extra_token_to_sequence: bool = True
@@ -152,12 +176,23 @@ class GPTDatasetConfig:
                 "--reset-attention-mask is carried out by the mask that --no-create-attention-mask-in-dataloader "
                 "leaves out: drop one of the two"
             )
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 <= rate <= 1:
+                yield f"--{name.replace('_', '-')} must be from 0 to 1, got {rate}"
+        if self.fim_data and self.fim_split_sample is not None and self.fim_fragment_rate is None:
+            yield f"--fim-split-sample {self.fim_split_sample} needs --fim-fragment-rate"
         try:
             self._check_sources()
             self.split_intervals()  # malformed options raise now, before any process group exists
             self.sources()
         except ValueError as error:
             yield str(error)
+
+    def fim_options(self) -> dict[str, object]:
+        """What reorders documents; empty without --fim-data."""
+        names = [name for name in vars(self) if name.startswith("fim_") and name != "fim_data"]
+        return {name: getattr(self, name) for name in names} if self.fim_data else {}
 
     @property
     def extra_tokens(self) -> int:

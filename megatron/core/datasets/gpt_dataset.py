@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron.core.datasets.config import GPTDatasetConfig, Split
+from megatron.core.datasets.config import SPLITS, GPTDatasetConfig, Split
+from megatron.core.datasets.fim import FillInTheMiddle
 from megatron.core.datasets.helpers import build_sample_index
 from megatron.core.datasets.index_cache import Arrays, digest_of, digest_of_array, load_or_build
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -121,7 +122,8 @@ class GPTDataset:
     """Item i is sample `shuffle_index[i]`; all epochs that `num_samples` needs lie one after the other.
 
     `sequences` is the half-open range of the indexed data set that belongs to the split, `num_samples` how many samples
-    are wanted at least (None: one epoch), `eod` the end-of-document token, `vocab_size` the bound of all tokens.
+    are wanted at least (None: one epoch), `eod` the end-of-document token, `vocab_size` the bound of all tokens, `fim`
+    what reorders documents.
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class GPTDataset:
         config: GPTDatasetConfig,
         eod: int,
         vocab_size: int,
+        fim: FillInTheMiddle | None = None,
     ) -> None:
         self.indexed = indexed
+        self.fim, self.split = fim, split
         self.config = config
         self.eod = eod
         self.vocab_size = vocab_size
@@ -144,7 +148,7 @@ class GPTDataset:
             **self.plan.describe(),
             "sequence_lengths": digest_of_array(indexed.lengths),
         }
-        self.fingerprint = digest_of({**description, "prefix": Path(indexed.prefix).name})
+        self.fingerprint = digest_of({**description, **config.fim_options(), "prefix": Path(indexed.prefix).name})
         arrays = load_or_build(
             cache_directory(config, indexed.prefix),
             f"GPTDataset-{split}",
@@ -168,6 +172,10 @@ class GPTDataset:
                 f"{self.indexed.prefix}.bin holds token {highest}, but the tokenizer has {self.vocab_size} tokens: "
                 "the data was written with another tokenizer"
             )
+        if self.fim is not None:
+            random = generator_of(self.config.seed, self.split, index)
+            filled = int((text != PADDING).sum())
+            text[:filled] = self.fim(text[:filled], random)
         return finish_sample(text, self.config, self.eod)
 
     def _read(self, sample: int) -> np.ndarray:
@@ -229,6 +237,11 @@ def cache_directory(config: GPTDatasetConfig, prefix: str) -> Path:
     if config.data_cache_path is not None:
         return Path(config.data_cache_path)
     return Path(prefix).parent / "cache" / "GPTDataset_indices"
+
+
+def generator_of(seed: int, split: Split, index: int) -> np.random.RandomState:
+    """What sample `index` draws its random numbers from: they do not depend on the samples read before it."""
+    return np.random.RandomState([seed, SPLITS.index(split), index & 0xFFFFFFFF, index >> 32])
 
 
 def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sample:

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.durable_files import committed, fsync_directory
+from megatron.core.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +56,14 @@ def load_or_build(
     digests.
     """
     if directory is None:
-        return build()
+        return _built(name, build)
     stem = directory / f"{digest_of({'record': RECORD, **description})}-{name}"
     arrays, damage = _load(stem, verify)
     if arrays is not None:
         return arrays
     if damage:
         logger.warning("the cached index %s-* is damaged (%s): building it again", stem, damage)
-    arrays = build()
+    arrays = _built(name, build)
     if damage or not _record_path(stem).exists():  # else another process was faster
         try:
             _store(stem, description, arrays, replace=bool(damage))
@@ -76,6 +77,11 @@ def load_or_build(
         )
         return arrays
     return mapped
+
+
+def _built(name: str, build: Callable[[], Arrays]) -> Arrays:
+    with Progress(f"building the index {name}"):
+        return build()
 
 
 def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
@@ -96,9 +102,11 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
     except Exception as error:  # whatever numpy and json say: the index is built again
         return None, f"{type(error).__name__}: {error}"
     arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
-    for key, array in arrays.items():
-        if not recorded[key].startswith(_form(array)) or (verify and recorded[key] != _recorded(array)):
-            return None, f"{stem.name}-{key}.npy does not have the recorded contents"
+    with Progress(f"verifying {stem.name}", sum(array.nbytes for array in arrays.values())) as progress:
+        for key, array in arrays.items():
+            if not recorded[key].startswith(_form(array)) or (verify and recorded[key] != _recorded(array)):
+                return None, f"{stem.name}-{key}.npy does not have the recorded contents"
+            progress.add(array.nbytes)
     return arrays, ""
 
 

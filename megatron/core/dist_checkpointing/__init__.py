@@ -7,9 +7,9 @@ training. Loading fills any other tiling of the same tensors in place. Files are
 
 from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes
 from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.format.lazy_tensor import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.torch_zip import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_open
 from megatron.core.dist_checkpointing.generation import Generation, Lineage, SupersededError, on_branch, read_lineage
 from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load, load_common

@@ -6,8 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.format.input_files import read_regular
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
 from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
 
 TRACKER = "latest_checkpointed_iteration.txt"

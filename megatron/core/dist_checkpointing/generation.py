@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.format.input_files import read_json
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
 _GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"
@@ -172,7 +171,7 @@ class Lineage(NamedTuple):
         return any(other.generation == generation and other.iteration <= last for generation, last in self.branch)
 
     def encode(self, parent: int | None) -> bytes:
-        """The content of `lineage.json`; `parent` is the iteration of the checkpoint before, for human readers."""
+        """The content of `lineage.json`; `parent` is the iteration of the checkpoint before, for reports."""
         content = {"generation": self.generation, "parent": parent, "branch": self.branch}
         return json.dumps(content).encode()
 
@@ -185,6 +184,15 @@ def read_lineage(directory: Path) -> Lineage:
         return Lineage(branch[:]) if branch else _of_number(directory)
     except (OSError, ValueError, TypeError, KeyError):
         return _of_number(directory)
+
+
+def read_parent(directory: Path) -> int | None:
+    """The iteration of the checkpoint before; None: there was none, or it is not known."""
+    try:
+        parent = json.loads((directory / LINEAGE).read_bytes())["parent"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return parent if type(parent) is int else None
 
 
 def _of_number(directory: Path) -> Lineage:

@@ -34,9 +34,17 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
     read_checksums,
 )
-from megatron.core.dist_checkpointing.format.input_files import open_descriptor, open_regular, read_json
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, file_name, mapping, record, text
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    file_name,
+    mapping,
+    open_descriptor,
+    open_regular,
+    read_json,
+    record,
+    text,
+)
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.loading.reader import Reader, read_metadata

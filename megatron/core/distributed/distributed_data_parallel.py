@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
-from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis
+from megatron.core.module import MegatronModule, param_info
+from megatron.core.parallel_state import Axis, ParallelState
 
 
 class DistributedDataParallel(MegatronModule):
     """Gradients are accumulated in `param.main_grad` and summed over `dp` after the last microbatch.
+
+    Those of experts are summed over `edp`, the ranks that hold the same ones (by default `dp`, too). All are divided by
+    the size of `dp`: with fewer replicas, an expert has seen the tokens of more ranks.
 
     An iteration::
 
@@ -35,16 +39,19 @@ class DistributedDataParallel(MegatronModule):
     adds a parameter's gradient into `main_grad` itself returns None for it.
     """
 
-    def __init__(self, module: MegatronModule, config: DistributedDataParallelConfig, dp: Axis) -> None:
+    def __init__(
+        self, module: MegatronModule, config: DistributedDataParallelConfig, dp: Axis, edp: Axis | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         self.config = config
         self.dp = dp
+        self.edp = dp if edp is None else edp
         self.shard = dp if config.use_distributed_optimizer else Axis()
         self.require_sync = True  # False: more microbatches follow
         self.grad_divisor: float | torch.Tensor = float(dp.size)
-        self.flat_buffers = _make_buffers(module, config, dp, self.shard)
-        self.buckets = [bucket for buffer in self.flat_buffers for bucket in buffer.buckets]
+        self.flat_buffers = _make_buffers(module, config, dp, self.edp)
+        self.buckets = _in_order_of_completion(module, self.flat_buffers)
         self._next_bucket = 0  # the first bucket whose reduction has not started
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
@@ -165,20 +172,67 @@ def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _make_buffers(
-    module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, shard: Axis
+    module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, edp: Axis
 ) -> list[ParamAndGradBuffer]:
-    """One buffer for the parameters of each dtype."""
-    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    """One buffer for the parameters of each dtype that are reduced over the same ranks."""
+    kinds: dict[tuple[torch.dtype, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
+    axes = {axis.ranks: axis for axis in (edp, dp)}
     for name, param in module.named_parameters():
         if param.requires_grad:
-            by_dtype.setdefault(param.dtype, []).append((name, param))
+            axis = edp if param_info(param).expert else dp
+            kinds.setdefault((param.dtype, axis.ranks), []).append((name, param))
     buffers = []
-    for dtype, named_params in by_dtype.items():
-        bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), dp.size)
-        buffers.append(ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, dp, shard))
+    for (dtype, ranks), named_params in kinds.items():
+        axis = axes[ranks]
+        shard = axis if config.use_distributed_optimizer else Axis()
+        bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), axis.size)
+        buffers.append(ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, axis, shard))
     return buffers
+
+
+def _in_order_of_completion(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[Bucket]:
+    """The buckets of all buffers in about the order in which a backward pass completes them."""
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    if len(buffers) > 1:
+        place = {param: index for index, param in enumerate(module.parameters())}
+        buckets.sort(key=lambda bucket: -min(place[param] for param in bucket.params))
+    return buckets
 
 
 def _wait_for_params(buckets: Iterable[Bucket], *_: Any) -> None:
     for bucket in buckets:
         bucket.finish_param_gather()
+
+
+def finalize_model_grads(
+    chunks: Sequence[DistributedDataParallel], ps: ParallelState, num_tokens: torch.Tensor | None = None
+) -> None:
+    """After it every bucket's `grad_shard` over `grad_divisor` is the gradient of the whole global batch.
+
+    First the sum over DP, which may have started during backward. All other sums run on its result, as sums commute:
+    on the shards alone, with a DP-th of the bytes. That needs equal shards at both ends: tensor-parallel ranks have
+    equal plans, and a tied embedding is a bucket of its own, so its shards on the first and last stage correspond.
+
+    `num_tokens` (with --calculate-per-token-loss, where the loss is a sum over tokens): tokens that this rank's last
+    virtual stage has seen in this iteration, 0 on the other pipeline stages.
+    """
+    for chunk in chunks:
+        chunk.finish_grad_sync()
+    buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
+    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.shared_embedding)], ps.embedding)
+    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.partial_grad)], ps.tp)
+    if num_tokens is not None:
+        total = num_tokens.to(torch.float64, copy=True)
+        _all_reduce([total], ps.pp)
+        _all_reduce([total], ps.dp_cp)
+        for chunk in chunks:
+            chunk.grad_divisor = total.clamp(min=1.0)
+
+
+def _all_reduce(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
+    """Sum every tensor over `axis`, all at once."""
+    if axis.size == 1:
+        return
+    work = [dist.all_reduce(tensor, group=axis.group, async_op=True) for tensor in tensors]
+    for pending in work:
+        pending.wait()

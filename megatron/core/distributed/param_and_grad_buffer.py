@@ -77,6 +77,11 @@ class Bucket:
             self.grad_shard.copy_(self._reduced)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have other parts of the sum."""
+        return self._sharded
+
+    @property
     def params_complete(self) -> bool:
         """No gather is under way."""
         return self._param_work is None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -54,7 +55,9 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         tp: Axis | None = None,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        experts: ExpertAxes | None = None,
         make_vocab_size_divisible_by: int = 128,
         rng: TensorParallelRng | None = None,
         device: torch.device | None = None,
@@ -82,7 +85,9 @@ class GPTModel(MegatronModule):
             post_process=post_process,
             tp=tp,
             rng=rng,
+            cp=cp,
             sequence_parallel=sequence_parallel,
+            experts=experts,
             device=device,
         )
         self.output_layer = (
@@ -104,7 +109,8 @@ class GPTModel(MegatronModule):
 
         `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
         (`[s/tp, b, h]` under sequence parallelism); `attention_mask` `[b, 1, s, s]` is True where attention is
-        forbidden, None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype.
+        forbidden, None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype. Under
+        context parallelism s counts the positions of this rank, and the mask is what `cp.part_of` leaves of it.
         """
         hidden_states = self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
         assert hidden_states is not None, "a chunk that is not the first needs input_tensor"

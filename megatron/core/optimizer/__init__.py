@@ -2,7 +2,7 @@
 
 from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
 from megatron.core.optimizer.flat_shard import state_names
-from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, counts_for_model
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Schedule",
     "SchedulerConfig",
     "StepResult",
+    "counts_for_model",
     "make_schedule",
     "state_names",
 ]

@@ -11,9 +11,8 @@ from torch import nn
 
 from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.optimizer.ademamix import AdEMAMix
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.muon import MatrixLayout, Muon
+from megatron.core.optimizer.update_rules import AdEMAMix, MatrixLayout, Muon
 from megatron.core.parallel_state import Axis
 
 

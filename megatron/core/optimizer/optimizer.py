@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.module import ParamInfo
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
 from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, make_grad_scaler, sum_of_squares
-from megatron.core.optimizer.muon import MatrixLayout, matrix_layouts
+from megatron.core.optimizer.update_rules import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class MegatronOptimizer:
                 layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv)
         self._optimizer = make_update_rule(self.shards, config, layouts, ps.tp)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
-        self._counted_grads, self._num_gaps = self._find_counted_grads(ps.tp)
+        self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
 
     @property
@@ -187,16 +188,15 @@ class MegatronOptimizer:
             dist.all_reduce(total, group=self._norm_axis.group)
         return total[0], total[1] if with_zeros else None
 
-    def _find_counted_grads(self, tp: Axis) -> tuple[list[torch.Tensor], int]:
+    def _find_counted_grads(self, ps: ParallelState) -> tuple[list[torch.Tensor], int]:
         """Gradients that this rank counts for the whole model, in few ranges, and how many elements are just gaps."""
-
-        def counted(info: ParamInfo) -> bool:
-            return info.counted and (info.tp_split or tp.is_first)
-
-        buckets = [shard.bucket for shard in self.shards]
-        grads = [grad for bucket in buckets for grad in bucket.grad_ranges(counted)]
-        pieces = [piece for bucket in buckets for piece in bucket.pieces() if counted(piece.info)]
-        return grads, sum(len(grad) for grad in grads) - sum(piece.stop - piece.start for piece in pieces)
+        grads: list[torch.Tensor] = []
+        num_elements = 0
+        for shard in self.shards:
+            counted = partial(counts_for_model, ps=ps, sharded=shard.bucket.is_sharded)
+            grads += shard.bucket.grad_ranges(counted)
+            num_elements += sum(p.stop - p.start for p in shard.bucket.pieces() if counted(p.info))
+        return grads, sum(len(grad) for grad in grads) - num_elements
 
     def _finish_param_sync(self) -> None:
         for chunk in self.chunks:
@@ -238,9 +238,18 @@ class MegatronOptimizer:
                 logger.warning("optimizer %s: the checkpoint has %s, continuing with %s", name, theirs, ours)
 
 
+def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
+    """Whether this rank counts its part of a parameter in a sum over the whole model, taken over `_norm_axis`."""
+    if not ps.config.splits_experts:
+        return info.counted and (info.tp_split or ps.tp.is_first)
+    if info.expert:
+        return sharded or ps.edp.is_first
+    return info.counted and (info.tp_split or ps.tp.is_first) and (sharded or ps.dp_cp.is_first)
+
+
 def _norm_axis(shard: Axis, ps: ParallelState) -> Axis:
     """The ranks that hold different parts of the gradient: all, or those of one replica if each has a whole one."""
-    if shard.size == 1:
+    if shard.size == 1 and not ps.config.splits_experts:
         return ps.model
     return Axis(ps.rank, ps.world_size, tuple(range(ps.world_size)), dist.group.WORLD)
 

@@ -1,12 +1,12 @@
 """Pipeline parallelism: which layers stand where, schedules as data, and the one executor that runs them."""
 
-from megatron.core.pipeline_parallel.executor import ForwardStep, run_schedule
+from megatron.core.pipeline_parallel.executor import MicrobatchStep, run_schedule
 from megatron.core.pipeline_parallel.layout import pipeline_layer_ranges
 from megatron.core.pipeline_parallel.schedules import Action, Message, Tick, groups_fit, schedule
 
 __all__ = [
     "Action",
-    "ForwardStep",
+    "MicrobatchStep",
     "Message",
     "Tick",
     "groups_fit",

@@ -16,7 +16,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.schedules import Action, Tick, consumer, schedule
 
 
-class TensorSpec(NamedTuple):
+class MessageSpec(NamedTuple):
     """What every activation between stages looks like, and its gradient."""
 
     shape: tuple[int, ...]  # [s, b, h]; [s/tp, b, h] under sequence parallelism
@@ -32,7 +32,7 @@ class Exchange:
     tick of a rank needs nothing from the others.
     """
 
-    def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: TensorSpec) -> None:
+    def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: MessageSpec) -> None:
         self._tick, self._pp = tick, pp
         self._received: Tensor | None = None
         self._operations: list[dist.P2POp] = []  # they keep the tensors alive until `wait`
@@ -77,11 +77,11 @@ class Exchange:
         return f"pipeline rank {pp_rank} (global rank {self._pp.ranks[pp_rank]})"
 
 
-ForwardStep = Callable[[int, int, Tensor | None], Tensor]
+MicrobatchStep = Callable[[int, int, Tensor | None], Tensor]
 
 
 def run_schedule(
-    forward_step: ForwardStep,
+    forward_step: MicrobatchStep,
     num_chunks: int,
     num_microbatches: int,
     *,
@@ -105,7 +105,7 @@ def run_schedule(
     All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not fit, and RuntimeError
     naming the neighbour when one does not answer within the timeout of the process group.
     """
-    spec = TensorSpec(tuple(tensor_shape), dtype, device)
+    spec = MessageSpec(tuple(tensor_shape), dtype, device)
     stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
     inputs: dict[Action, Exchange] = {}
     previous: Exchange | None = None
@@ -134,7 +134,7 @@ class _Stage:
     """The passes of one rank's model chunks; keeps what a backward pass needs of its forward pass."""
 
     def __init__(
-        self, forward_step: ForwardStep, num_chunks: int, pp: Axis, spec: TensorSpec, forward_only: bool
+        self, forward_step: MicrobatchStep, num_chunks: int, pp: Axis, spec: MessageSpec, forward_only: bool
     ) -> None:
         self.forward_step = forward_step
         self.num_chunks = num_chunks

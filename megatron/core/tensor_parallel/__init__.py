@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     padded_vocab_size,
 )
-from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint
+from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint, without_intermediate
 
 __all__ = [
     "ColumnParallelLinear",
@@ -18,4 +18,5 @@ __all__ = [
     "linear_cross_entropy",
     "loss_chunk_elements",
     "padded_vocab_size",
+    "without_intermediate",
 ]

@@ -1,6 +1,6 @@
-"""Collectives of tensor and sequence parallelism that autograd can go through.
+"""Collectives of tensor, sequence and context parallelism that autograd can go through.
 
-Every function takes the tensor-parallel `Axis` and does nothing on an axis of size 1. Forward and backward are a pair
+Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward are a pair
 of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
 
     function                     forward                       backward
@@ -11,8 +11,10 @@ of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et
     scatter_to_sequence          own part of the sequence      all-gather along the sequence
     gather_from_sequence         all-gather along the sequence reduce-scatter along the sequence
     reduce_scatter_to_sequence   reduce-scatter                all-gather along the sequence
+    exchange_sequence_for_heads  all-to-all                    all-to-all back
+    exchange_heads_for_sequence  all-to-all                    all-to-all back
 
-The sequence is dimension 0 of `[s, b, h]`.
+The sequence is dimension 0 of `[s, b, h]`; heads are dimension 2 of `[s, b, heads, ...]`.
 """
 
 from __future__ import annotations
@@ -106,6 +108,22 @@ def _slice_last(whole: Tensor, tp: Axis) -> Tensor:
     return whole[..., start:stop].clone()
 
 
+def _to_heads(part: Tensor, cp: Axis) -> Tensor:
+    by_rank = part.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()  # [cp, s/cp, b, heads/cp, ...]
+    return _all_to_all(by_rank, cp).flatten(0, 1)
+
+
+def _to_sequence(part: Tensor, cp: Axis) -> Tensor:
+    by_rank = part.unflatten(0, (cp.size, -1)).contiguous()  # [cp, s/cp, b, heads/cp, ...]
+    return _all_to_all(by_rank, cp).movedim(0, 2).flatten(2, 3)
+
+
+def _all_to_all(by_rank: Tensor, axis: Axis) -> Tensor:
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=_group(axis))
+    return received
+
+
 class _Conjugate(torch.autograd.Function):
     """Apply `forward_operation`; the gradient goes through `backward_operation`."""
 
@@ -160,3 +178,13 @@ def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:
 def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Leave a tensor-parallel region to a sequence-parallel one."""
     return _conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
+
+
+def exchange_sequence_for_heads(tensor: Tensor, cp: Axis) -> Tensor:
+    """From some positions of all heads, `[s/cp, b, heads, ...]`, to all positions of some heads, rank by rank."""
+    return _conjugate(tensor, cp, _to_heads, _to_sequence)
+
+
+def exchange_heads_for_sequence(tensor: Tensor, cp: Axis) -> Tensor:
+    """From all positions of some heads, `[s, b, heads/cp, ...]`, to some positions of all heads."""
+    return _conjugate(tensor, cp, _to_sequence, _to_heads)

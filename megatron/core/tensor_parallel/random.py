@@ -70,3 +70,29 @@ def checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: Any)
             rng.set_state(now)
 
     return torch_checkpoint(run, *args, use_reentrant=False)
+
+
+def without_intermediate(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`then(first(x))` without keeping `first(x)`: where backward needs it, it is computed again from `x`.
+
+    For a cheap `first` whose input is kept in any case, such as a norm on the residual stream. `first` draws no random
+    numbers. A compiler decides by itself what it keeps.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return then(first(x))
+    between, source = [first(x)], x.detach()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        same = between and saved.data_ptr() == between[0].data_ptr() and saved.numel() == between[0].numel()
+        return saved.shape if same else saved
+
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            return first(source).view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = then(between[0])
+    between.clear()  # the graph holds on to `pack`
+    return y

@@ -1,4 +1,4 @@
-"""Self-attention over tensor parallelism."""
+"""Self-attention over tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megatron.core.module import MegatronModule, Normal, param_info, set_param_i
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, checkpoint
 from megatron.core.transformer.attention_mask import AttentionMask
+from megatron.core.transformer.blockwise_attention import blockwise_attention
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary import RotaryTables, rotate, split_qkv
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +24,7 @@ class SelfAttention(MegatronModule):
     """Query groups are split over TP: a rank has whole groups, each some query heads with their key and value head.
 
     Rows of `linear_qkv`, viewed as `[groups, q + 2, d]`: the query heads of a group, its key, its value. So the global
-    matrix is a plain concatenation of the ranks' rows.
+    matrix is a plain concatenation of the ranks' rows. `cp` says how sequences are split, and what is exchanged.
     """
 
     def __init__(
@@ -31,11 +33,12 @@ class SelfAttention(MegatronModule):
         *,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.rng = config, rng
+        self.config, self.rng, self.cp = config, rng, cp
         self.groups = divide(config.query_groups, tp.size, "query groups over the tensor-parallel ranks")
         self.queries_per_group = config.num_attention_heads // config.query_groups
         head_dim, dtype = config.head_dim, config.params_dtype
@@ -66,17 +69,23 @@ class SelfAttention(MegatronModule):
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
             self.k_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
-        self.rotary = RotaryTables(config) if config.position_embedding_type == "rope" else None
-        self.mask = AttentionMask(config, tp)
+        self.rotary = RotaryTables(config, cp.attention_axis) if config.position_embedding_type == "rope" else None
+        heads = cp.head_axis
+        self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size))
 
     def share_tables(self, other: SelfAttention) -> None:
         """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
         self.rotary, self.mask = other.rotary, other.mask
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden."""
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden.
+
+        Under context parallelism s counts the positions of this rank; the last dimension of the mask, and with a2a the
+        one before, is the whole sequence.
+        """
         mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
         mixed = mixed.view(*mixed.shape[:2], self.groups, self.queries_per_group + 2, self.config.head_dim)
+        mixed = self.cp.to_heads(mixed)
         rotary = self.rotary(mixed.shape[0], mixed.dtype, mixed.device) if self.rotary is not None else None
         if self.config.qk_layernorm:
             query, key, value = split_qkv(mixed, self.queries_per_group, None)
@@ -85,27 +94,31 @@ class SelfAttention(MegatronModule):
                 query, key = rotate(query, rotary), rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
-        if self.config.recompute_granularity == "selective" and self.training:
+        if self.config.recomputes("core_attn") and self.training:
             context = checkpoint(self._attend, self.rng, query, key, value, attention_mask)
         else:
             context = self._attend(query, key, value, attention_mask)
-        return self.linear_proj(context)
+        return self.linear_proj(self.cp.to_sequence(context))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         """`[s, b, g, heads, d]` each; returns `[s, b, heads/tp * d]`."""
         length, batch = query.shape[:2]
+        split_over = self.cp.attention_axis
         # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
         q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = self.mask(length, attention_mask, q.dtype, q.device)
         dropout = self.config.attention_dropout if self.training else 0.0
-        if dropout == 0.0:
-            context = self._sdpa(q, k, v, mask, 0.0)
+        if split_over.size > 1:
+            assert dropout == 0.0, "the kernels that give a log-sum-exp have no dropout on every device"
+            context = blockwise_attention(q, k, v, self.mask, attention_mask, split_over, self.cp.comm_type)
+        elif dropout == 0.0:
+            context = self._sdpa(q, k, v, attention_mask, 0.0)
         else:
             with self.rng.fork():
-                context = self._sdpa(q, k, v, mask, dropout)
+                context = self._sdpa(q, k, v, attention_mask, dropout)
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float) -> Tensor:
+        mask = self.mask(q.shape[2], attention_mask, q.dtype, q.device)
         grouped = self.queries_per_group > 1
         if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
             k, v = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (k, v))

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+from megatron.core.transformer.context_parallel import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import even_range
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -22,32 +24,65 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class AttentionMask:
     """The `attn_mask` of scaled_dot_product_attention; None means plain causal order, which needs no mask at all."""
 
-    def __init__(self, config: TransformerConfig, tp: Axis) -> None:
+    def __init__(self, config: TransformerConfig, heads_over: tuple[int, int]) -> None:
+        """`heads_over`: which part of the heads is here, and of how many."""
         self.window = config.window_size
         self.slopes = None
         if config.position_embedding_type == "alibi":
-            per_rank = config.num_attention_heads // tp.size
-            self.slopes = alibi_slopes(config.num_attention_heads)[tp.rank * per_rank : (tp.rank + 1) * per_rank]
+            start, stop = even_range(config.num_attention_heads, *heads_over)
+            self.slopes = alibi_slopes(config.num_attention_heads)[start:stop]
         self._kept: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._kept_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether plain causal order is all that does not depend on the data."""
+        return self.window is None and self.slopes is None
 
     def __call__(self, length: int, masked: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """`masked` is `[b, 1, s, s]`, True where attention is forbidden (it includes causal order), or None.
 
         Returns a bool mask (True: visible) or an additive one in `dtype`, broadcastable to `[b, heads, s, s]`.
         """
-        if masked is None and self.window is None and self.slopes is None:
+        if masked is None and self.is_causal:
             return None
         key = (length, dtype, device)
         if key not in self._kept:
-            self._kept[key] = self._fixed(length, dtype).to(device)
+            positions = torch.arange(length)
+            self._kept[key] = self._fixed(positions, positions, dtype).to(device)
         fixed = self._kept[key]
         if masked is None:
             return fixed
         return fixed & ~masked if fixed.dtype == torch.bool else fixed.masked_fill(masked, -torch.inf)
 
-    def _fixed(self, length: int, dtype: torch.dtype) -> Tensor:
-        """The part that does not depend on the data."""
-        distance = torch.arange(length).unsqueeze(1) - torch.arange(length)  # query - key
+    def block(
+        self, length: int, cp: Axis, source: int, masked: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Additive mask in `dtype` of this rank's queries and the keys of rank `source`, of sequences of `length`.
+
+        `masked` is `[b, 1, s/cp, s]` or None. None if no query sees any of the keys. What is forbidden is finite: a
+        query that sees nothing of a block then has a log-sum-exp there, which weighs nothing against any other.
+        """
+        forbidden = torch.finfo(dtype).min / 2
+        columns = local_positions(length, source, cp.size)
+        key = (length, source, dtype, device)
+        if key not in self._kept_blocks:
+            fixed = self._fixed(local_positions(length, cp.rank, cp.size), columns, dtype)
+            if fixed.dtype == torch.bool:
+                seen = fixed.any()
+                fixed = torch.zeros(1, 1, *fixed.shape, dtype=dtype).masked_fill(~fixed, forbidden)
+            else:
+                seen = fixed.isfinite().any()
+                fixed = fixed.clamp(min=forbidden)
+            self._kept_blocks[key] = fixed.to(device) if seen else None
+        kept = self._kept_blocks[key]
+        if masked is None or kept is None:
+            return kept
+        return kept.masked_fill(masked.index_select(3, columns.to(device)), forbidden)
+
+    def _fixed(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """The part that does not depend on the data, for queries and keys at these positions."""
+        distance = queries.unsqueeze(1) - keys
         visible = distance >= 0
         if self.window is not None:
             visible &= distance <= self.window[0]

@@ -26,13 +26,15 @@ class MLP(MegatronModule):
         tp: Axis,
         sequence_parallel: bool = False,
         device: torch.device | None = None,
+        ffn_size: int | None = None,
     ) -> None:
         super().__init__()
+        ffn_size = ffn_size or config.ffn_size
         self.activation = ACTIVATIONS[config.activation]
         num_blocks = 2 if config.gated else 1
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
-            num_blocks * config.ffn_size,
+            num_blocks * ffn_size,
             init=Normal(config.init_method_std),
             tp=tp,
             sequence_parallel=sequence_parallel,
@@ -42,7 +44,7 @@ class MLP(MegatronModule):
             device=device,
         )
         self.linear_fc2 = RowParallelLinear(
-            config.ffn_size,
+            ffn_size,
             config.hidden_size,
             init=Normal(config.output_init_std),
             tp=tp,

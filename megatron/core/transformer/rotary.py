@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer.context_parallel import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -45,17 +47,20 @@ class Rotary(NamedTuple):
 
 
 class RotaryTables:
-    """cos and sin for positions 0, 1, ..., computed in fp32 and kept per (length, dtype, device)."""
+    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device)."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, cp: Axis) -> None:
+        self._cp = cp
         self._frequencies = rotary_frequencies(config)
         self._interleaved = config.rotary_interleaved
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+        """Of the `length` positions here."""
         key = (length, dtype, device)
         if key not in self._tables:
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies).view(length, 1, 1, 1, -1)
+            positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
+            angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
             cos, sin = (table.to(device, dtype) for table in (angles.cos(), angles.sin()))
             self._tables[key] = Rotary(cos, sin, self._interleaved)
         return self._tables[key]

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -28,13 +29,25 @@ class TransformerBlock(MegatronModule):
         post_process: bool,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        experts: ExpertAxes | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.config, self.rng, self.layer_numbers = config, rng, layers
         stack = [
-            TransformerLayer(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device) for _ in layers
+            TransformerLayer(
+                config,
+                tp=tp,
+                rng=rng,
+                cp=cp,
+                sequence_parallel=sequence_parallel,
+                number=number,
+                experts=experts,
+                device=device,
+            )
+            for number in layers
         ]
         for layer in stack[1:]:
             layer.self_attention.share_tables(stack[0].self_attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,32 @@ _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"position_embedding_type": "rope"}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")
+_MOE = {"has_experts": True}
+_DROPPING = _MOE | {"drops_tokens": True}
+_SHARED = _MOE | {"has_shared_experts": True}
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """--moe-layer-freq: an integer, or lists of 0 and 1 joined by + and repeated by *, as ([0]*3+[1]*61)."""
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(element) for element in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int and right < 10_000:
+                return left * right
+            if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+                return left + right
+        raise ValueError(f"{text!r} is no pattern of layers")
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)  # type: ignore[no-any-return]
+    except (SyntaxError, RecursionError):
+        raise ValueError(f"{text!r} is no pattern of layers") from None
 
 
 @dataclass
@@ -92,6 +119,52 @@ class TransformerConfig:
     """Normalize the word embedding (BLOOM)."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer a matrix of its own."""
+    num_experts: int | None = flag(None, decides="shapes", meaning="experts")
+    """Number of experts of a layer with experts (Shazeer et al. 2017); without it, or 0 or 1, all layers are dense."""
+    moe_layer_freq: int | list[int] = flag(
+        1, parse=layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
+    )
+    """Every N-th layer has experts, from the first on; or a pattern of 1 (experts) and 0 (dense), as [0]*3+[1]*61."""
+    moe_ffn_hidden_size: int | None = flag(None, decides="shapes", when=_MOE)
+    """Inner width of an expert. Default: --ffn-hidden-size."""
+    moe_shared_expert_intermediate_size: int | None = flag(None, decides="shapes", when=_MOE)
+    """Inner width of the shared expert, to which every token goes. Default: none."""
+    moe_shared_expert_gate: bool = flag(False, decides="shapes", when=_SHARED)
+    """Multiply the shared expert's output by a learned gate."""
+    moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)
+    """Number of experts that a token goes to."""
+    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE)
+    """Softmax over all experts before the choice, in place of over the chosen ones after it."""
+    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE)
+    """How the router's logits become scores."""
+    moe_router_num_groups: int | None = flag(None, decides="mathematics", when=_MOE)
+    """Groups of experts, of which a token's experts come from --moe-router-group-topk."""
+    moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
+    """Number of groups that a token's experts come from."""
+    moe_router_topk_scaling_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    """Factor of the weights of the chosen experts."""
+    moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
+    """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = flag(1e-3)
+    """By how much a step moves the expert bias."""
+    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE)
+    """Precision of the router. Default: that of the model."""
+    moe_router_load_balancing_type: list[str] = flag(
+        ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+    )
+    """Losses that keep the experts in use: over a micro batch, each sequence, or all micro batches so far in a step."""
+    moe_aux_loss_coeff: list[float] = flag((0.0,))
+    """Coefficient of each of these losses."""
+    moe_z_loss_coeff: float | None = flag(None)
+    """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
+    moe_expert_capacity_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    """Drop tokens beyond this many times an expert's even share. Default: none is dropped."""
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), decides="mathematics", when=_DROPPING)
+    """Which tokens an expert without room drops: those with the lowest weights, or the last ones."""
+    moe_pad_expert_input_to_capacity: bool = flag(False)
+    """Accepted with a capacity; inputs of experts have the sizes that they need, and the results are the same."""
+    moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
+    """How tokens reach the ranks of their experts: all tokens to all ranks, or each to its own."""
     hidden_dropout: float = flag(0.1)
     """Dropout after the embedding and on every residual branch."""
     attention_dropout: float = flag(0.1)
@@ -103,7 +176,11 @@ class TransformerConfig:
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Recompute activations in backward: whole layers (full) or attention only (selective)."""
+    """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
+    recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
+    """With selective: attention without its projections (core_attn, the default), the two norms in front of the
+    projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
+    dispatch (moe)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)
@@ -119,7 +196,14 @@ class TransformerConfig:
             self.num_query_groups = self.num_attention_heads
         elif self.num_query_groups is None:
             self.num_query_groups = 1
-        raise_problems(self._problems())
+        if self.has_experts and self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        # Megatron-LM stores a single value where there is one loss.
+        kinds: Any = self.moe_router_load_balancing_type
+        coefficients: Any = self.moe_aux_loss_coeff
+        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds)
+        self.moe_aux_loss_coeff = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients]
+        raise_problems([*self._problems(), *(self._problems_of_experts() if self.has_experts else ())])
 
     def _missing(self) -> Iterator[str]:
         """What the defaults of other fields cannot be derived without."""
@@ -147,6 +231,100 @@ class TransformerConfig:
             yield "--bf16 and --fp16 exclude each other"
         if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+
+    def _problems_of_experts(self) -> Iterator[str]:
+        experts, topk, bad = self.num_experts or 0, self.moe_router_topk, "--moe-router-topk"
+        if self.moe_ffn_size < 1:
+            yield f"--moe-ffn-hidden-size must be positive, got {self.moe_ffn_hidden_size}"
+        if not 1 <= topk <= experts:
+            yield f"{bad} {topk} must lie between 1 and --num-experts {experts}"
+        if topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
+            yield f"{bad} 1 needs --moe-router-pre-softmax: a softmax over one expert teaches nothing"
+        if isinstance(self.moe_layer_freq, int):
+            if self.moe_layer_freq < 1:
+                yield f"--moe-layer-freq must be positive, got {self.moe_layer_freq}"
+        elif len(self.moe_layer_freq) != self.num_layers or not set(self.moe_layer_freq) <= {0, 1}:
+            yield (
+                f"--moe-layer-freq {self.moe_layer_freq} must have a 0 or a 1 for each of the --num-layers "
+                f"{self.num_layers}"
+            )
+        if self.add_bias_linear:
+            yield "--num-experts needs --disable-bias-linear: experts have no biases here"
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
+            yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size, the expert that it is for"
+        yield from self._problems_of_groups(experts, topk)
+        yield from self._problems_of_balance()
+
+    def _problems_of_groups(self, experts: int, topk: int) -> Iterator[str]:
+        groups, taken = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (taken is None):
+            yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
+        elif (
+            groups and taken and (groups < taken or experts % groups or topk % taken or topk * groups > experts * taken)
+        ):
+            yield (
+                f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and --moe-router-group-topk "
+                f"{taken} be at most {groups} and divide --moe-router-topk {topk} into shares that fit a group"
+            )
+
+    def _problems_of_balance(self) -> Iterator[str]:
+        kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        if len(kinds) != len(coefficients):
+            yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {kinds}"
+        if len(set(kinds)) < len(kinds):
+            yield f"--moe-router-load-balancing-type {kinds} says one twice"
+        if "global_aux_loss" in kinds and self.recompute_granularity == "full":
+            yield (
+                "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: recomputed layers "
+                "would count their tokens twice; take aux_loss or seq_aux_loss"
+            )
+        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor <= 0:
+            yield f"--moe-expert-capacity-factor must be positive, got {self.moe_expert_capacity_factor}"
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
+        if self.moe_pad_expert_input_to_capacity and self.moe_router_enable_expert_bias:
+            yield (
+                "--moe-pad-expert-input-to-capacity with --moe-router-enable-expert-bias: padding gives all experts "
+                "the same load, so that the bias never moves; leave one out"
+            )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer that has some; 0 in a dense model."""
+        return self.num_experts if self.num_experts is not None and self.num_experts > 1 else 0
+
+    @property
+    def has_experts(self) -> bool:
+        return self.experts > 0
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return bool(self.moe_shared_expert_intermediate_size)
+
+    @property
+    def drops_tokens(self) -> bool:
+        return self.moe_expert_capacity_factor is not None
+
+    @property
+    def moe_layer_pattern(self) -> list[int]:
+        """A 1 for every layer with experts, a 0 for every dense one."""
+        freq = self.moe_layer_freq
+        if not self.has_experts:
+            return [0] * self.num_layers
+        return list(freq) if isinstance(freq, list) else [int(number % freq == 0) for number in range(self.num_layers)]
+
+    @property
+    def moe_ffn_size(self) -> int:
+        assert self.moe_ffn_hidden_size is not None
+        return self.moe_ffn_hidden_size
+
+    @property
+    def load_balancing(self) -> dict[str, float]:
+        """Coefficients of the losses that are on."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
+        return {kind: coefficient for kind, coefficient in pairs if kind != "none" and coefficient}
 
     @property
     def head_dim(self) -> int:
@@ -187,6 +365,10 @@ class TransformerConfig:
         named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
+    def recomputes(self, module: str) -> bool:
+        """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""
+        return self.recompute_granularity == "selective" and module in (self.recompute_modules or ["core_attn"])
+
     @property
     def tanh_gelu(self) -> bool:
         """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact elsewhere."""
@@ -201,7 +383,12 @@ def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:
 
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     """Whether a model with these values depends on `field`: the rotary base counts only with rotary positions."""
-    return all(values[name] == value for name, value in field.metadata["when"].items())
+    has = {
+        "has_experts": (values.get("num_experts") or 0) > 1,
+        "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
+        "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
+    }
+    return all((has | dict(values))[name] == value for name, value in field.metadata["when"].items())
 
 
 def model_signature(config: TransformerConfig) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
 from megatron.core.module import MegatronModule
-from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.parallel_state import Axis, ExpertAxes
+from megatron.core.tensor_parallel import TensorParallelRng, checkpoint, without_intermediate
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,7 +28,7 @@ NORM_KEYS = {
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one."""
 
     def __init__(
         self,
@@ -33,21 +36,46 @@ class TransformerLayer(MegatronModule):
         *,
         tp: Axis,
         rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        number: int = 0,
+        experts: ExpertAxes | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.dropout, self.rng, self.sequence_parallel = config.hidden_dropout, rng, sequence_parallel
+        self.config, self.dropout, self.rng = config, config.hidden_dropout, rng
+        self.sequence_parallel = sequence_parallel
         self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.self_attention = SelfAttention(config, tp=tp, rng=rng, sequence_parallel=sequence_parallel, device=device)
+        self.self_attention = SelfAttention(
+            config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
+        )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
+        self.mlp: MoELayer | MLP
+        if config.moe_layer_pattern[number]:
+            axes = experts if experts is not None else ExpertAxes()
+            self.mlp = MoELayer(
+                config, layer_number=number, tp=tp, axes=axes, sequence_parallel=sequence_parallel, device=device
+            )
+        else:
+            self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
-        attention = self.self_attention(self.input_layernorm(hidden_states), attention_mask)
+        attention = self._normed(
+            self.input_layernorm, lambda normed: self.self_attention(normed, attention_mask), hidden_states
+        )
         hidden_states = hidden_states + self._dropped(attention)
-        return hidden_states + self._dropped(self.mlp(self.pre_mlp_layernorm(hidden_states)))
+        return hidden_states + self._dropped(self._normed(self.pre_mlp_layernorm, self._mlp, hidden_states))
+
+    def _normed(self, norm: Norm, branch: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        if self.config.recomputes("layernorm") and self.training:
+            return without_intermediate(norm, branch, hidden_states)
+        return branch(norm(hidden_states))
+
+    def _mlp(self, hidden_states: Tensor) -> Tensor:
+        if self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp") and self.training:
+            return checkpoint(self.mlp, self.rng, hidden_states)
+        return self.mlp(hidden_states)
 
     def _dropped(self, branch: Tensor) -> Tensor:
         if self.dropout == 0.0 or not self.training:

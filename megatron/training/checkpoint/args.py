@@ -23,6 +23,10 @@ ALSO_TAKEN = (
     "tokenizer_model",
     "vocab_file",
     "merge_file",
+    "special_tokens",
+    "legacy_tokenizer",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
     "vocab_size",
     "null_tokenizer_eod_id",
 )
@@ -36,6 +40,7 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
     namespace = argparse.Namespace(**{**ASKED_FOR, **flags})
     for name, megatron_name in MEGATRON_NAMES.items():
         setattr(namespace, megatron_name, flags[name])
+    namespace.cp_comm_type = [flags["cp_comm_type"]]  # Megatron-LM has one for all layers or one for each
     for name, value in derived.items():
         setattr(namespace, name, value)
     if flags["null_tokenizer_eod_id"] is None:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,12 +27,12 @@ from megatron.conversion.files import Progress
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.reader import is_huggingface
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
+from megatron.conversion.megatron_lm.args import extra_states
+from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.objects import extra_states
-from megatron.conversion.megatron_lm.objects import rng_key as megatron_rng_key
 from megatron.conversion.model_space.rank_layout import RULES, Layout
 from megatron.conversion.open_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError, save
+from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
@@ -178,3 +181,65 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
         os.rename(path, directory / path.name)
     made.rmdir()
     fsync_directory(directory)
+
+
+def take_save_directory(config: Config) -> Generation | None:
+    """The next generation of --save, the same on all ranks; None for a run that saves nothing there. Collective.
+
+    From then on no earlier start can change the directory, and what saves and removals that were cut off left in it is
+    gone. Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:
+        return None
+    root = Path(checkpoint.save)
+    answer: list[Generation | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            check_writable(root)
+            answer = [Generation.take(root, _this_start())]
+            clean_up(root)
+        except ValueError as error:
+            answer = [error]
+        except OSError as error:
+            answer = [ValueError(f"checkpoints cannot be saved to {root}: {error}")]
+    dist.broadcast_object_list(answer, src=0)
+    generation = answer[0]
+    if isinstance(generation, ValueError):
+        raise generation
+    assert generation is not None
+    seen: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    dist.all_gather_object(seen, (socket.gethostname(), generation.is_current()))
+    if not seen[0][1]:
+        generation.check()
+    _check_shared(root, seen)
+    return generation
+
+
+def check_writable(root: str | Path) -> None:
+    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
+
+
+def _this_start() -> dict[str, str | int]:
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    return {"host": socket.gethostname(), "pid": os.getpid(), **({"job": job} if job else {})}
+
+
+def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
+    """`seen`: the host of each rank, and whether it sees what rank 0 has just made in `root`."""
+    blind = defaultdict(list)
+    for rank, (host, sees) in enumerate(seen):
+        if not sees:
+            blind[host].append(rank)
+    if blind:
+        where = "; ".join(f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in list(blind.items())[:8])
+        raise ValueError(
+            f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not seen on "
+            f"{where}. Give a directory on a file system that all nodes share"
+        )

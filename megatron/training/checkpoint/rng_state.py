@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.conversion.megatron_lm.objects import initial_cuda_state
+from megatron.conversion.megatron_lm.args import initial_cuda_state
 from megatron.core.dist_checkpointing.format.schema import (
     anything,
     integer,

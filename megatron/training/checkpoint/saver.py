@@ -121,14 +121,14 @@ class CheckpointSaver:
             self._saver.wait_staged()
 
     def after_iteration(self) -> None:
-        """Tell of the saves that have ended."""
+        """Report the saves that have ended."""
         if self._saver is not None:
-            self._tell(self._saver.poll(), together=False)
+            self._report(self._saver.poll(), together=False)
 
     def finish(self) -> None:
         """Wait for the save under way."""
         if self._saver is not None:
-            self._tell(self._saver.finish(), together=True)
+            self._report(self._saver.finish(), together=True)
 
     def stop(self) -> None:
         """Raise what a save behind training failed with."""
@@ -146,7 +146,7 @@ class CheckpointSaver:
                 self._saver = None
 
     def check_last_save(self) -> None:
-        """Raise SaveFailedError if the last save of the run has failed: it must not end as if all were well."""
+        """Raise SaveFailedError if the last save of the run has failed: it must not end as a success."""
         if self._last_failure is not None:
             raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
 
@@ -183,8 +183,8 @@ class CheckpointSaver:
         if removed:
             self._removals.append((logging.INFO, f"removed {', '.join(path.name for path in removed)}"))
 
-    def _tell(self, reports: list[SaveReport], together: bool) -> None:
-        """`together`: all ranks are at the same place, and can stop there."""
+    def _report(self, reports: list[SaveReport], together: bool) -> None:
+        """`together`: all ranks have reached this point, so that all can stop here."""
         for report in reports:
             if report.error is None:
                 report.blocking += self._waited
@@ -214,10 +214,8 @@ class CheckpointSaver:
 
 def describe(report: SaveReport) -> str:
     """How long a committed save took; training was held up for `blocking` alone, the rest overlapped with it."""
-    stages = {"training blocked": report.blocking, "staged after": report.staging, "written after": report.writing}
-    times = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in stages.items())
-    size = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
-    return f"in {report.total * 1e3:.0f} ms ({times}): {size}"
+    times = f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
+    return f"in {times}: {report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
 
 
 def scalars(report: SaveReport) -> dict[str, float]:

@@ -86,7 +86,7 @@ class FlagParser:
         for section in sections.values():
             hints = typing.get_type_hints(section)
             for flag_field in flag_fields(section):
-                self.spellings |= _spellings(flag_field, _without_none(hints[flag_field.name]))
+                self.spellings |= _spellings(flag_field, _kind_of(flag_field, hints))
         fields = {spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"}
         dests = {spelling.dest for spelling in self.spellings.values()}
         self.other_names = {
@@ -147,7 +147,7 @@ class FlagParser:
                 line.given = line.given | other.values if other.wins else other.values | line.given
 
     def _unknown(self, name: str) -> str:
-        known = [*self.spellings, *MEGATRON_OPTIONS]
+        known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
         return f"unknown flag {name}: {hint}"
@@ -221,7 +221,8 @@ def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
         pairs = zip((True, False), both_spellings(field), strict=True)
         return {name: Spelling(field.name, "0", const=value) for value, names in pairs for name in names}
     words = "*" if typing.get_origin(hint) is list else "1"
-    spelling = Spelling(field.name, words, _converter(hint), field.metadata["choices"])
+    convert = field.metadata["parse"] or _converter(hint)
+    spelling = Spelling(field.name, words, convert, field.metadata["choices"])
     return dict.fromkeys(option_names(field), spelling)
 
 
@@ -253,7 +254,7 @@ def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:
     text = field_docs(section)[field.name].replace("%", "%%")
-    hint = _without_none(typing.get_type_hints(section)[field.name])
+    hint = _kind_of(field, typing.get_type_hints(section))
     name, *others = option_names(field)
     options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
@@ -265,8 +266,15 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.
         if typing.get_origin(hint) is list:
             options["nargs"] = "+"
         if field.default is not None:
-            text += f" (default: {field.default})"
+            default: Any = field.default
+            default = " ".join(map(str, default)) if isinstance(default, tuple) and options.get("nargs") else default
+            text += f" (default: {default})"
     group.add_argument(name, help=text + "".join(f" Also {other}." for other in others), **options)
+
+
+def _kind_of(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
+    """What a word of the command line is; a text where the field parses it itself."""
+    return str if field.metadata["parse"] else _without_none(hints[field.name])
 
 
 def _without_none(hint: Any) -> Any:

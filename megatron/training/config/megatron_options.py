@@ -80,7 +80,7 @@ _REASONS = {
         --bert-no-binary-head --mask-prob --short-seq-prob --decoder-seq-length --retriever-seq-length
         --bert-embedder-type --output-bert-embeddings --relative-attention-num-buckets
         --relative-attention-max-distance""",
-    "one tokenizer library of each kind": "--legacy-tokenizer --tokenizer-hf-use-fast",
+    "one tokenizer library of each kind": "--tokenizer-hf-use-fast",
     "tokenizers are not copied into checkpoints": "--no-save-tokenizer-assets",
     "the format is found out from the files": "--auto-detect-ckpt-format",
     "writers live as long as the run": """
@@ -103,6 +103,11 @@ _REASONS = {
     "traces have the contents of torch's profiler, the only one": """
         --use-pytorch-profiler --nvtx-ranges --record-shapes --pytorch-profiler-collect-shapes
         --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra""",
+    "the experts of a rank always run as one grouped product": """
+        --moe-grouped-gemm --moe-use-legacy-grouped-gemm --use-grouped-gemm-for-shared-expert""",
+    "an overlap or a fusion within a layer of experts, not a result": """
+        --moe-shared-expert-overlap --moe-permute-fusion --moe-router-fusion --overlap-moe-expert-parallel-comm
+        --high-priority-a2a-comm-stream --moe-per-layer-logging""",
     "one level of messages": "--logging-level",
     "evaluation collects no garbage": "--no-manual-gc-eval",
     "results are not computed twice": "--rerun-mode",
@@ -121,9 +126,7 @@ ACCEPTED_WITHOUT_EFFECT: dict[str, Accepted] = {
     "--dist-ckpt-format": Accepted("--ckpt-format says it", ("torch_dist",)),
     "--rope-type": Accepted("--position-embedding-type says it", ("rope",)),
     "--rotary-seq-len-interpolation-factor": Accepted("a factor of 1 stretches nothing", ("1",)),
-    "--num-experts": Accepted("a model without experts", ("0",)),
     "--mtp-num-layers": Accepted("a model without multi-token prediction", ("0",)),
-    "--expert-tensor-parallel-size": Accepted("the model has no experts", ("1",)),
     "--DDP-impl": Accepted("there is one implementation", ("local", "torch")),
     "--data-impl": Accepted("indexed data sets have one format", ("mmap", "infer")),
 }
@@ -196,10 +199,9 @@ NEVER = "(?!)"  # a switch that no command line of a pretraining gives
 
 FEATURES = (
     Feature(
-        "mixture of experts",
-        "num-experts|moe-.*|expert-.*|overlap-moe-.*|overlap-dispatch-.*|ep-overlap-.*|high-priority-a2a-.*|"
-        "use-grouped-gemm-for-shared-expert",
-        "num-experts|expert-model-parallel-size|expert-parallel",
+        "other form of mixture of experts",
+        "moe-.*|expert-.*|overlap-moe-.*|overlap-dispatch-.*|ep-overlap-.*",
+        None,
     ),
     Feature(
         "multi-latent attention",
@@ -215,9 +217,9 @@ FEATURES = (
         "fp[48]-format|fp8-e4m3|fp8-hybrid|te-precision-config-file",
     ),
     Feature(
-        "context parallelism",
-        "context-parallel-size|cp-comm-type|hierarchical-context-parallel-sizes|hybrid-context-parallel|max-seqlen-per-.*",
-        "context-parallel-size|hybrid-context-parallel",
+        "hierarchical or hybrid context parallelism",
+        "hierarchical-context-parallel-sizes|hybrid-context-parallel|max-seqlen-per-.*",
+        "hierarchical-context-parallel-sizes|hybrid-context-parallel",
     ),
     Feature(
         "fully sharded data parallelism (FSDP)",

@@ -141,7 +141,8 @@ def flag_parser() -> FlagParser:
 def replica_size(argv: Sequence[str]) -> int:
     """Processes that one replica of the model takes; 1 where the flags do not tell."""
     given = flag_parser().parse(argv).given
-    return given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
+    sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return math.prod(given.get(name, 1) for name in sizes)
 
 
 def parse_args(argv: Sequence[str], world_size: int) -> Config:
@@ -219,7 +220,14 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
         problems.append(str(error))
     if given.get("transformer_impl") == "transformer_engine":
         notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
+    if "fim_rate" in given and not given.get("fim_data"):
+        problems.append(
+            f"--fim-rate {given['fim_rate']} without --fim-data: to Megatron-LM this is no fill-in-the-middle data, to "
+            "BigCode's fork it is: add --fim-data, or leave it out"
+        )
     given.setdefault("max_position_embeddings", given.get("seq_length"))
+    if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
+        notes.append("--expert-tensor-parallel-size: the model has no experts")
     return given, notes
 
 
@@ -287,6 +295,64 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     for name, value in split.items():
         if value % tp_size:
             yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
+
+
+def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
+    parallel, model, length = config.parallel, config.model, config.data.seq_length
+    cp_size, tp_size, way = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    if cp_size <= 1:
+        return
+    context = f"--context-parallel-size {cp_size}"
+    if length % (2 * cp_size):
+        yield (
+            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank holds two chunks of a "
+            "sequence. Change one of them"
+        )
+    elif parallel.sequence_parallel and length % (cp_size * tp_size):
+        yield (
+            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size {tp_size} = "
+            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave out --sequence-parallel"
+        )
+    if way == "a2a" and model.query_groups % (tp_size * cp_size):
+        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        yield (
+            f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
+            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use --cp-comm-type p2p or "
+            "all_gather, or smaller sizes"
+        )
+    if way != "a2a" and model.attention_dropout:
+        yield (
+            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
+            "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
+        )
+
+
+def _check_experts(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    if not model.has_experts:
+        if parallel.ep_size > 1:
+            yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
+        return
+    if model.experts % max(parallel.ep_size, 1):
+        yield f"--num-experts {model.experts} is not divisible by --expert-model-parallel-size {parallel.ep_size}"
+    if model.moe_ffn_size % max(parallel.etp_size, 1):
+        yield (
+            f"--moe-ffn-hidden-size {model.moe_ffn_size} is not divisible by --expert-tensor-parallel-size "
+            f"{parallel.etp_size} (by default --tensor-model-parallel-size)"
+        )
+    if (model.moe_shared_expert_intermediate_size or 0) % parallel.tp_size:
+        yield (
+            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size} is not divisible by "
+            f"--tensor-model-parallel-size {parallel.tp_size}"
+        )
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} needs --sequence-parallel: every rank "
+            "routes tokens of its own"
+        )
+    if config.optimizer.optimizer == "muon":
+        yield "--optimizer muon does not know experts: take adam"
+    parallel.edp_size(world_size)
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
@@ -401,6 +467,8 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
+    (_check_context_parallel, "model parallel data"),
+    (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),
     (_check_gradients, "model ddp"),

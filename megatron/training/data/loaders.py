@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
+from megatron.core.transformer.context_parallel import ContextParallel
 from megatron.training.data.samplers import DataIterator
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import DatasetsProvider, Run
@@ -112,5 +113,6 @@ def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator 
         run.config.loader,
         run.ps.dp.rank,
         run.ps.dp.size,
+        ContextParallel.of(run.ps),
         pin_memory=run.device.type == "cuda",
     )

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.core.datasets import Dataset, Sample
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
 
 Batch = dict[str, torch.Tensor]
@@ -139,7 +140,7 @@ def _collate(samples: list[Any]) -> dict[str, np.ndarray] | ValueError:
 
 class DataIterator:
     """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
-    attention_mask bool [mbs, 1, s, s] with --reset-attention-mask.
+    attention_mask bool [mbs, 1, s, s] with --reset-attention-mask. Context-parallel ranks keep their parts of the same.
 
     Its worker processes start with the first batch and end with `close`, with the iterator, or with the process.
     Raises ValueError when the data is used up.
@@ -153,12 +154,14 @@ class DataIterator:
         config: DataLoaderConfig,
         dp_rank: int = 0,
         dp_size: int = 1,
+        cp: ContextParallel = WHOLE_SEQUENCES,
         pin_memory: bool = False,
     ) -> None:
         cyclic = config.dataloader_type == "cyclic"
         stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else SequentialStream(len(dataset))
         self.sampler = MicrobatchSampler(stream, consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
+        self.cp = cp
         self.pin_memory = pin_memory
         self.num_workers = config.num_workers
         self._stop: Event = multiprocessing.Event()
@@ -182,7 +185,7 @@ class DataIterator:
         if isinstance(arrays, ValueError):
             self.close()
             raise arrays
-        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.moe.balancing import LOAD, measured
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Iteration:
     skipped: bool  # the update was left out because the gradient was not finite
     num_zeros_in_grad: float | None = None
     params_norm: float | None = None
+    experts: dict[str, list[float]] = field(default_factory=dict)  # auxiliary losses and loads, of each layer with some
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,9 @@ class PendingIteration:
     loss: torch.Tensor  # fp32 [numerator, denominator] of this rank's micro batches on the last stage, zeros elsewhere
     step: StepResult
     params_norm: torch.Tensor | None
+    experts: torch.Tensor | None = None  # this rank's share of `measured` of the experts, by layer
 
-    def finish(self, lm_loss: float) -> Iteration:
+    def finish(self, lm_loss: float, experts: dict[str, list[float]]) -> Iteration:
         return Iteration(
             iteration=self.iteration,
             consumed_train_samples=self.consumed_train_samples,
@@ -61,6 +65,7 @@ class PendingIteration:
             skipped=bool(self.step.skipped.item()),
             num_zeros_in_grad=None if self.step.num_zeros is None else self.step.num_zeros.item(),
             params_norm=None if self.params_norm is None else self.params_norm.item(),
+            experts=experts,
         )
 
 
@@ -132,6 +137,7 @@ class TrainingLog:
         device: torch.device,
         flops_per_token: float,
         seq_length: int,
+        model: TransformerConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ps = ps
@@ -139,6 +145,7 @@ class TrainingLog:
         self._device = device
         self._flops_per_token = flops_per_token
         self._seq_length = seq_length
+        self._model = model
         self._pending: list[PendingIteration] = []
         self._excluded = 0.0
         self._start = self._clock()
@@ -161,12 +168,26 @@ class TrainingLog:
         """All iterations since the last call, with their losses, the same on every rank. Collective."""
         assert self._pending
         losses = reduce_losses([it.loss for it in self._pending], self._ps)
-        iterations = [it.finish(loss) for it, loss in zip(self._pending, losses, strict=True)]
+        experts = self._of_experts()
+        iterations = [
+            it.finish(*of_it) for it, of_it in zip(self._pending, zip(losses, experts, strict=True), strict=True)
+        ]
         now = self._now()
         tokens = self._seq_length * sum(it.batch_size for it in iterations)
         seconds = max(now - self._start - self._excluded, 1e-9)
         self._pending, self._excluded, self._start = [], 0.0, now
         return Interval(iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size)
+
+    def _of_experts(self) -> list[dict[str, list[float]]]:
+        """Of every pending iteration the measurements of the layers with experts. Collective where there are any."""
+        shares = [it.experts for it in self._pending if it.experts is not None]
+        if not shares or self._model is None:
+            return [{} for _ in self._pending]
+        total = torch.stack(shares)
+        dist.all_reduce(total)
+        layers = torch.tensor(self._model.moe_layer_pattern, dtype=torch.bool)
+        names = measured(self._model)
+        return [dict(zip(names, rows[:, layers].tolist(), strict=True)) for rows in total.cpu()]
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -220,6 +241,7 @@ def log_line(interval: Interval, train_iters: int) -> str:
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {interval.mean_loss:.6E}",
+        *(f"{name}: {_mean(values):.6E}" for name, values in last.experts.items() if name != LOAD),
         f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {last.num_zeros_in_grad:.0f}" if last.num_zeros_in_grad is not None else "",
@@ -242,4 +264,11 @@ def points(iteration: Iteration) -> dict[str, float]:
         "num-zeros": iteration.num_zeros_in_grad,
         "params-norm": iteration.params_norm,
     }
+    for name, of_layers in iteration.experts.items():
+        values[name if name != LOAD else "moe/max-load-over-mean"] = _mean(of_layers)
+        values |= {f"moe/{name}_layer_{index}": value for index, value in enumerate(of_layers)}
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

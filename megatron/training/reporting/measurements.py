@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import param_info
+from megatron.core.optimizer import counts_for_model
 from megatron.core.parallel_state import ParallelState
 
 _STATM = Path("/proc/self/statm")  # Linux
@@ -57,9 +58,11 @@ def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) ->
         chunk.finish_param_sync()
         for param in chunk.parameters():
             info = param_info(param)
-            if info.counted and (info.tp_split or ps.tp.is_first):
+            if counts_for_model(info, ps, sharded=False):
                 total += torch.linalg.vector_norm(param.float()).double().square()
-    if ps.model.size > 1:
+    if ps.config.splits_experts:
+        dist.all_reduce(total)
+    elif ps.model.size > 1:
         dist.all_reduce(total, group=ps.model.group)
     return total.sqrt()
 

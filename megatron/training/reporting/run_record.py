@@ -64,7 +64,7 @@ class RunRecord:
 
 
 @dataclass
-class Start:
+class RecordedStart:
     """One start of a run, as it was recorded."""
 
     start: Row
@@ -94,14 +94,14 @@ class Start:
         )
 
 
-def read_record(save: str | Path) -> list[Start]:
+def read_record(save: str | Path) -> list[RecordedStart]:
     """All starts under `save` in order of time; torn and unknown lines are passed over."""
     starts = []
     for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
         rows = [row for row in map(_parse, path.read_text(encoding="utf-8").splitlines()) if row is not None]
         if not rows or rows[0]["kind"] != "start":
             continue
-        start = Start(rows[0])
+        start = RecordedStart(rows[0])
         for row in rows[1:]:
             if row["kind"] == "interval":
                 start.intervals.append(row)

@@ -62,7 +62,7 @@ def summarize(
     model, training, parallel = config.model, config.training, config.parallel
     topics = {
         "model": _model(config),
-        "parameters": f"{amount(plan.num_parameters)}, all of them active for every token",
+        "parameters": f"{amount(plan.num_parameters)}, {_active(plan)} active for every token",
         "layout": f"{layout_name(config, world_size)} on {world_size} ranks",
         **{f"stage {stage.ps.pp.rank}": _stage(config, world_size, stage) for stage in plan.stages},
         "device": f"{_device(device)} on every rank",
@@ -80,6 +80,10 @@ def summarize(
     if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
         topics.pop("stage 0")
     return {topic: text for topic, text in topics.items() if text}
+
+
+def _active(plan: RunPlan) -> str:
+    return "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
 
 
 def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
@@ -168,12 +172,15 @@ def arguments(flags: dict[str, Any]) -> str:
 
 
 def layout_name(config: Config, world_size: int) -> str:
-    """Such as TP 2 x PP 4 (2 chunks) x DP 8."""
+    """Such as TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
     parallel = config.parallel
     chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
     options = [", sequence parallel"] * parallel.sequence_parallel
     options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
-    sizes = f"TP {parallel.tp_size} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
+    context = f" x CP {parallel.cp_size} ({parallel.cp_comm_type})" if parallel.cp_size > 1 else ""
+    sizes = f"TP {parallel.tp_size}{context} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
+    if parallel.splits_experts:
+        sizes += f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {parallel.edp_size(world_size)}"
     return sizes + "".join(options)
 
 
@@ -208,9 +215,13 @@ def _model(config: Config) -> str:
     heads = f"{model.num_attention_heads} heads"
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
+    experts = ""
+    if model.has_experts:
+        experts = f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}, "
     return (
         f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), "
-        f"{heads}, {model.normalization}, {model.position_embedding_type}, {model.vocab_size} tokens in the vocabulary"
+        f"{experts}{heads}, {model.normalization}, {model.position_embedding_type}, "
+        f"{model.vocab_size} tokens in the vocabulary"
     )
 
 

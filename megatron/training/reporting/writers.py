@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.logging import Interval, Writer, as_fields, points
 from megatron.training.reporting.run_record import RunRecord
@@ -26,6 +24,8 @@ class TensorBoardWriter:
     """Scalars under Megatron-LM's names, over iterations and (`... vs samples`) over consumed samples."""
 
     def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it takes half a second to import
+
         self._every = config.tensorboard_log_interval
         self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
         for name, value in args.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests import ROOT
 
 LAYERS = [
-    {"megatron.core.parallel_state", "megatron.core.utils", "megatron.core.durable_files"},
+    {"megatron.core.parallel_state", "megatron.core.utils", "megatron.core.durable_files", "megatron.core.progress"},
     {"megatron.core.dist_checkpointing"},
     {"megatron.core.module"},
     {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},

@@ -55,7 +55,7 @@ def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
         one, three = ((tmp_path / f"w{workers}_text_document.{suffix}").read_bytes() for workers in (1, 3))
         assert one == three
     lines = capsys.readouterr().err.splitlines()
-    assert sum("docs/s" in line and "MB/s" in line for line in lines) >= 4
+    assert sum("docs/s" in line and "B/s" in line and "left" in line for line in lines) >= 4
     assert lines[-1].endswith(f"w3_text_document: 400 documents, {sum(map(len, words))} tokens")
 
 

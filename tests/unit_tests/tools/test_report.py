@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from megatron.core.dist_checkpointing import Lineage
 from megatron.training.reporting.run_record import RunRecord, read_record
 from tools import report
 
@@ -51,9 +52,12 @@ def run(tmp_path):
     start(tmp_path, 1000, 0, None, 3, None)  # until 1065
     start(tmp_path, 1100, 10, "run/iter_0000010", 3, "complete")  # until 1166
     start(tmp_path, 1200, 40, "run/iter_0000040", 2, "complete")  # until 1246
-    for iteration in (30, 40):
-        (tmp_path / f"iter_{iteration:07d}").mkdir()
-        (tmp_path / f"iter_{iteration:07d}/data.bin").write_bytes(bytes(1000))
+    lineages = {30: (None, Lineage(((1, 30),))), 40: (10, Lineage(((1, 10), (2, 40))))}
+    for iteration, (parent, lineage) in lineages.items():
+        directory = tmp_path / f"iter_{iteration:07d}"
+        directory.mkdir()
+        (directory / "data.bin").write_bytes(bytes(1000))
+        (directory / "lineage.json").write_bytes(lineage.encode(parent))
     return tmp_path
 
 
@@ -78,9 +82,17 @@ def test_facts(run):
     stages = {"copy to host memory": 1.0, "write": 2.0, "commit": 0.5, "training waited": 0.5, "bytes": 2e6}
     assert second["saves"] == [(40, stages)]
     rows = {row["iteration"]: row for row in facts["checkpoints"]}
-    assert (rows[30]["start"], rows[30]["parent"], rows[30]["bytes"]) == (1, "random weights", 1000)
+    assert (rows[30]["start"], rows[30]["parent"], rows[30]["branch"]) == (1, "random weights", "left")
     assert (rows[40]["start"], rows[40]["parent"], rows[40]["layout"]) == (2, "iter_0000010", "TP 11")
+    assert rows[40]["branch"] == "current" and rows[40]["bytes"] > 1000
     assert rows[40]["state"] == "it is not complete"
+
+
+@pytest.mark.parametrize(("tracker", "branch"), [("30", "left"), ("40", "current"), ("garbled", "current")])
+def test_the_tracker_says_which_branch_the_run_is_on(run, tracker, branch):
+    (run / "latest_checkpointed_iteration.txt").write_text(tracker)
+    rows = {row["iteration"]: row for row in report.facts(run, check=False)["checkpoints"]}
+    assert rows[40]["branch"] == branch and rows[30]["branch"] == ("left" if branch == "current" else "current")
 
 
 def test_long_curves_are_averaged(run, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
-from megatron.training.exit import Decisions, Exit, ExitSignals
+from megatron.training.exit import Exit, ExitSignals, SaveAndExitPolicy
 
 
 class Clock:
@@ -27,7 +27,7 @@ class Clock:
 def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=None):
     clock = clock or Clock()
     checkpoint = checkpoint or CheckpointConfig()
-    return Decisions(
+    return SaveAndExitPolicy(
         signals or ExitSignals(),
         training or TrainingConfig(),
         checkpoint,

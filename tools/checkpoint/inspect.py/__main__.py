@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from megatron.conversion.megatron_lm.objects import is_extra_state
+from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo
@@ -41,17 +40,18 @@ from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes, write_integrity
+from megatron.core.progress import Progress
 from megatron.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
     "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "dp": "data_parallel_size",
     "world": "world_size",
 }
-Progress = Callable[[int], Any]
 
 
 @dataclass
@@ -88,11 +88,6 @@ def stored_view(path: Path) -> View:
     reader = Reader(path)
     tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in reader.metadata.tensors.items()}
     return View(path, "torch_dist", tensors, reader.read)
-
-
-def bar(total: int, what: str, quiet: bool) -> tqdm:
-    disable = True if quiet else None  # None: unless it is a terminal
-    return tqdm(total=total, unit="B", unit_scale=True, desc=what, file=sys.stderr, disable=disable, leave=False)
 
 
 # show
@@ -171,6 +166,8 @@ def _torch_dist_facts(path: Path) -> dict[str, Any]:
 
 def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]:
     layout = {name: args[full] for name, full in LAYOUT_ARGS.items() if args.get(full) is not None}
+    if layout.get("cp") == 1:
+        del layout["cp"]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 
@@ -224,10 +221,10 @@ def verify_target(root: Path, step: int | None) -> Path:
 
 def run_verify(args: argparse.Namespace) -> int:
     path = verify_target(args.path, args.ckpt_step)
-    with bar(total_bytes(path), "verify", args.quiet or args.json) as progress:
-        report = verify(path, workers=args.workers, progress=progress.update)
+    with Progress("verify", total_bytes(path), quiet=args.quiet or args.json) as progress:
+        report = verify(path, workers=args.workers, progress=progress.add)
         if args.write_integrity_json and report.ok:
-            write_integrity(path, progress.update)
+            write_integrity(path, progress.add)
     if args.json:
         print(json.dumps({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1))
         return int(not report.ok)
@@ -261,9 +258,9 @@ def diff(args: argparse.Namespace) -> int:
             first, second = raw
     differences = missing_keys(first, second)
     common = [key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)]
-    with bar(sum(first.tensors[key].nbytes for key in common), "diff", args.quiet or args.json) as progress:
+    with Progress("diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json) as progress:
         for key in common:
-            found = compare_tensor(first, second, key, args.atol, progress.update)
+            found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
     report_differences(args, first, second, differences, len(common))
@@ -275,7 +272,9 @@ def missing_keys(first: View, second: View) -> list[Difference]:
     return only + [Difference(key, f"only in {second.path}") for key in second.tensors if key not in first.tensors]
 
 
-def compare_tensor(first: View, second: View, key: str, atol: float, progress: Progress) -> Difference | None:
+def compare_tensor(
+    first: View, second: View, key: str, atol: float, progress: Callable[[int], None]
+) -> Difference | None:
     """None if both hold the same: bitwise and of the same dtype, or within `atol` if that is not 0."""
     a, b = first.tensors[key], second.tensors[key]
     if a.shape != b.shape:
@@ -330,12 +329,12 @@ def digest(args: argparse.Namespace) -> int:
     view = open_view(args.path, args.ckpt_step)
     chosen = [key for key in sorted(view.tensors) if fnmatch.fnmatch(key, args.keys)]
     digests: dict[str, str] = {}
-    with bar(sum(view.tensors[key].nbytes for key in chosen), "digest", args.quiet or args.json) as progress:
+    with Progress("digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json) as progress:
         for key in chosen:
             total = 0
             for offset, part in view.slices(key):
                 total += partial_digest(part, offset, view.tensors[key].shape)
-                progress.update(part.nbytes)
+                progress.add(part.nbytes)
             digests[key] = format_digest(total)
     if args.json:
         print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))

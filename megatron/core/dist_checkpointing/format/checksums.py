@@ -19,8 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 from megatron.core.dist_checkpointing.files import CHECKSUMS, OLD_CHECKSUMS
-from megatron.core.dist_checkpointing.format.input_files import open_descriptor, read_regular
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_descriptor, read_regular
 
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8

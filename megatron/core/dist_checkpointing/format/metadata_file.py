@@ -16,16 +16,14 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
-from megatron.core.dist_checkpointing.format.input_files import parse_json
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -44,6 +42,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     file_name,
     mapping,
     one_of,
+    parse_json,
     record,
     sequence,
     shown,
@@ -57,13 +56,27 @@ _FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, mag
 _MAGIC = b"MGTNIDX1"
 
 # What entries name again and again stands at the beginning of the pickle and has the numbers 0, 1, ... in its memo.
-_CLASSES = (torch.Size, dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo, dcp.TensorStorageMetadata)
+_NUM_CLASSES = 5
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
-_SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(len(_CLASSES)))
-_NAME = {name: b"h" + bytes([len(_CLASSES) + i]) for i, name in enumerate(_NAMES)}
+_SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
+_NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
 
 _INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
+
+
+@lru_cache
+def dcp_classes() -> tuple[ModuleType, tuple[type, ...]]:
+    """DCP's module of classes, and those that entries name again and again.
+
+    Imported by who writes, not with this module: it brings DTensor and sympy along, a third of a program's start.
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    classes = (torch.Size, dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo, dcp.TensorStorageMetadata)
+    assert len(classes) == _NUM_CLASSES
+    return dcp, classes
 
 
 class Entry:
@@ -228,8 +241,9 @@ class _Writer:
 def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
     writer, tensors = _Writer(), metadata.tensors
+    dcp, classes = dcp_classes()
     writer.add(b"\x80\4")
-    writer.remember([*map(_plain, _CLASSES), *map(_text, _NAMES)])
+    writer.remember([*map(_plain, classes), *map(_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
     first_file = writer.remember(map(_text, files))
     first_key = writer.remember(map(_text, tensors))

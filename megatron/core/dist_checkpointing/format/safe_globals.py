@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage, FileTensor
 from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, printable, shown
+from megatron.core.dist_checkpointing.format.torch_zip import Budget, FileStorage, FileTensor
 
 StorageOf = Callable[["StorageRef"], torch.Tensor | FileStorage]
 

@@ -27,8 +27,6 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.format.input_files import open_regular
-from megatron.core.dist_checkpointing.format.lazy_tensor import Budget, FileStorage
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.safe_globals import (
     SAFE_GLOBALS,
@@ -45,10 +43,11 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
     CheckpointError,
     UnsafePickleError,
+    open_regular,
     printable,
     shown,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import Archive
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, Budget, FileStorage
 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}

@@ -22,10 +22,10 @@ from megatron.core.dist_checkpointing.loading.strictness import (
     Contents,
     KeyComparison,
     KeyReport,
+    apply_strictness,
     check_strictness,
     compare_keys,
     merge_comparisons,
-    react,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -116,7 +116,7 @@ def fill(
 
     def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
         merged = merge_comparisons(comparisons, reader.metadata, skip, where)
-        return [react(merged, strictness, reader.metadata, where)] * coordination.size
+        return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
     report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
     shares = _shares(reader, spec, exchange_group)

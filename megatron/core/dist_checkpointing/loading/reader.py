@@ -20,10 +20,9 @@ from numpy.lib.stride_tricks import as_strided
 from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
-from megatron.core.dist_checkpointing.format.input_files import open_descriptor, open_regular
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_descriptor, open_regular
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
 from megatron.core.dist_checkpointing.threads import same_cuda_device

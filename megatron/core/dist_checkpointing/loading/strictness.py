@@ -106,7 +106,7 @@ def _stored_keys(contents: Contents) -> list[str]:
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
-def react(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
+def apply_strictness(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
     """Raise or log as `strictness` says; what is left is for the caller."""
     reaction = STRICTNESS[strictness]
     stored = _stored_keys(contents)

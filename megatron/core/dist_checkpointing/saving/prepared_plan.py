@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
-from megatron.core.dist_checkpointing.format.metadata_file import encode_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import dcp_classes, encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec, PackedSpec, RankPlan, describe, make_plan, pack
-from megatron.core.dist_checkpointing.saving.staging import BytesSource, Chunk, constant_sources, cut_chunks
+from megatron.core.dist_checkpointing.saving.staging import BytesSource, FileChunk, constant_sources, cut_chunks
 
 
 @dataclass
@@ -24,6 +24,9 @@ class MetadataCache:
     tensors: CheckpointMetadata
     _objects: list[bytes] | None = None
     _encoded: Sequence[bytes] = ()
+
+    def __post_init__(self) -> None:
+        dcp_classes()  # what takes long to import is there when the first save begins
 
     def encode(self, objects: list[bytes]) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
@@ -43,7 +46,7 @@ class PreparedPlan:
     nonce: str
     total_bytes: int
     files: list[FileLayout]
-    chunks: list[Chunk]
+    chunks: list[FileChunk]
     constants: list[BytesSource] = field(repr=False)
     metadata: MetadataCache | None  # on rank 0
 

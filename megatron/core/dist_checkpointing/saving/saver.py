@@ -6,7 +6,7 @@
   it before anything changes the tensors, which is the optimizer step. Objects, `common` and `volatile` tensors are
   copied before `save` returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
-* **commit**: by rank 0 when all ranks are durable (`save_barrier.py`, `commit.py`). No collective.
+* **commit**: by rank 0 when all ranks are durable (`commit.py`). No collective.
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 """
@@ -31,15 +31,14 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
+from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint, Rewrite, SaveBarrier, open_store
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
-from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier, open_store
 from megatron.core.dist_checkpointing.saving.shard_file import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.staging import (
     SLOT_SIZE,
     DeviceSource,
+    StageAndWrite,
     StagingBuffer,
-    Transfer,
     bind_sources,
 )
 from megatron.core.dist_checkpointing.threads import Workers
@@ -83,7 +82,7 @@ class _Snapshot(NamedTuple):
     plan: PreparedPlan
     common: bytes
     objects: ObjectFile
-    transfer: Transfer
+    transfer: StageAndWrite
 
 
 class SaveHandle:
@@ -110,7 +109,7 @@ class _Save:
     report: SaveReport
     handle: SaveHandle
     started: float
-    transfer: Transfer | None = None  # None: the snapshot failed
+    transfer: StageAndWrite | None = None  # None: the snapshot failed
     device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def has_ended(self) -> bool:
@@ -284,7 +283,7 @@ class AsyncSaver:
         if any(isinstance(source, DeviceSource) for source in sources):
             self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-        return _Snapshot(plan, archive, objects, Transfer(plan.files, plan.chunks, sources, objects, stream))
+        return _Snapshot(plan, archive, objects, StageAndWrite(plan.files, plan.chunks, sources, objects, stream))
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """The staging slots, allocated when the plan needs more than there are."""

@@ -40,7 +40,7 @@ SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
 
 
-class Part(NamedTuple):
+class SourceRange(NamedTuple):
     """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
 
     at: int
@@ -49,13 +49,13 @@ class Part(NamedTuple):
     length: int
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """`length` bytes at `offset` of file number `file`: what one slot holds."""
 
     file: int
     offset: int
     length: int
-    parts: list[Part]
+    parts: list[SourceRange]
 
 
 class HostSource:
@@ -65,7 +65,7 @@ class HostSource:
         self._tensor = tensor  # kept alive until the copy is done
         self._address = tensor.data_ptr()
 
-    def copy(self, slot: Slot, part: Part) -> None:
+    def copy(self, slot: Slot, part: SourceRange) -> None:
         ctypes.memmove(slot.address + part.at, self._address + part.start, part.length)
 
 
@@ -75,7 +75,7 @@ class DeviceSource:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = tensor.reshape(-1).view(torch.uint8)
 
-    def copy(self, slot: Slot, part: Part) -> None:
+    def copy(self, slot: Slot, part: SourceRange) -> None:
         target = slot.tensor[part.at : part.at + part.length]
         target.copy_(self._bytes[part.start : part.start + part.length], non_blocking=True)
 
@@ -86,7 +86,7 @@ class BytesSource:
     def __init__(self, content: bytes) -> None:
         self._view = memoryview(content)
 
-    def copy(self, slot: Slot, part: Part) -> None:
+    def copy(self, slot: Slot, part: SourceRange) -> None:
         slot.view[part.at : part.at + part.length] = self._view[part.start : part.start + part.length]
 
 
@@ -96,7 +96,7 @@ class LazySource:
     def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
         self._read, self._item = read, item
 
-    def copy(self, slot: Slot, part: Part) -> None:
+    def copy(self, slot: Slot, part: SourceRange) -> None:
         item, axis = self._item, row_axis(self._item.shape)
         row = item.nbytes // (1 if axis is None else item.shape[axis])
         first, last = part.start // row, -(-(part.start + part.length) // row)
@@ -106,7 +106,7 @@ class LazySource:
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
 
-Source = HostSource | DeviceSource | BytesSource | LazySource
+ByteSource = HostSource | DeviceSource | BytesSource | LazySource
 
 
 class Slot(NamedTuple):
@@ -151,16 +151,17 @@ class StagingBuffer:
         self.slots = []
 
 
-def cut_chunks(files: Sequence[FileLayout]) -> list[Chunk]:
+def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
     """The slots' worth of all files, in the order in which they are staged and written.
 
-    Source numbers: the item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
+    ByteSource numbers: the item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
     """
-    per_file: list[list[Chunk]] = []
+    per_file: list[list[FileChunk]] = []
     source = 0
     for number, file in enumerate(files):
         chunks = [
-            Chunk(number, offset, min(SLOT_SIZE, file.size - offset), []) for offset in range(0, file.size, SLOT_SIZE)
+            FileChunk(number, offset, min(SLOT_SIZE, file.size - offset), [])
+            for offset in range(0, file.size, SLOT_SIZE)
         ]
         for placed in file.items:
             ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
@@ -174,13 +175,13 @@ def cut_chunks(files: Sequence[FileLayout]) -> list[Chunk]:
     return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
 
 
-def _add_parts(chunks: list[Chunk], source: int, start: int, end: int) -> None:
+def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
     """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
     position = start
     while position < end:
         chunk = chunks[position // SLOT_SIZE]
         length = min(end, chunk.offset + chunk.length) - position
-        chunk.parts.append(Part(position - chunk.offset, source, position - start, length))
+        chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
         position += length
 
 
@@ -197,15 +198,15 @@ def constant_sources(files: Sequence[FileLayout]) -> list[BytesSource]:
 
 def bind_sources(
     files: Sequence[FileLayout], constants: Sequence[BytesSource], state: ShardedStateDict, volatile: frozenset[str]
-) -> list[Source]:
+) -> list[ByteSource]:
     """All sources in `cut_chunks`' numbering, over the live tensors of `state`; `volatile` keys are copied now."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
-    sources: list[Source] = []
+    sources: list[ByteSource] = []
     for number, placed in enumerate(placed for file in files for placed in file.items):
         item, read = placed.item, tensors[placed.item.key].read
         if read is not None:
-            data: Source = LazySource(read, item)
+            data: ByteSource = LazySource(read, item)
         else:
             tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
             data = _live_source(tensor, item.key in volatile)
@@ -213,14 +214,14 @@ def bind_sources(
     return sources
 
 
-def _live_source(tensor: torch.Tensor, volatile: bool) -> Source:
+def _live_source(tensor: torch.Tensor, volatile: bool) -> ByteSource:
     if volatile:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.contiguous()
     return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
 
 
-class Transfer:
+class StageAndWrite:
     """Stages and writes `chunks` of `sources`; `staged` is set when the live tensors are not needed any more.
 
     `stage` begins to copy and touches no file; `write` returns when all files are durable; `abort` if it is not called
@@ -230,15 +231,15 @@ class Transfer:
     def __init__(
         self,
         files: Sequence[FileLayout],
-        chunks: Sequence[Chunk],
-        sources: Sequence[Source],
+        chunks: Sequence[FileChunk],
+        sources: Sequence[ByteSource],
         objects: ObjectFile,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self.staged = threading.Event()
         self.staged_at = 0.0
         self._files, self._chunks, self._objects, self._stream = files, chunks, objects, stream
-        self._sources: Sequence[Source] = sources
+        self._sources: Sequence[ByteSource] = sources
         self._unstaged = len(chunks)
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []

@@ -109,6 +109,12 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "moe_router_bias_update_rate",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_dispatcher_type",
     }
 
 

@@ -156,14 +156,19 @@ RECOMPUTE = [
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
 ]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute):
+@pytest.mark.parametrize(
+    "experts", [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2, "add_bias_linear": False}]
+)
+def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts):
     def gradients(**changes):
         ps = ParallelState.for_rank(ParallelConfig())
-        model = build("gpt2", ps, hidden_dropout=0.2, attention_dropout=0.1, **changes)
+        model = build("gpt2", ps, hidden_dropout=0.2, attention_dropout=0.1, **experts, **changes)
         torch.manual_seed(9)
         tokens, positions, labels = batch()
         model(tokens, positions, labels=labels).mean().backward()

@@ -8,8 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.module import Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.ademamix import slow_beta, slow_weight
-from megatron.core.optimizer.muon import MatrixLayout, Muon, orthogonalize, scale_factor
+from megatron.core.optimizer.update_rules import MatrixLayout, Muon, orthogonalize, scale_factor, slow_beta, slow_weight
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from tests.compare import assert_same
 from tests.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train

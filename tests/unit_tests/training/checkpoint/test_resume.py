@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.checkpoint.ownership import check_writable
+from megatron.training.checkpoint.checkpointing import check_writable
 
 
 def test_a_directory_that_cannot_be_written_is_found_out_early(tmp_path):

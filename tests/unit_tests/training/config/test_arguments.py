@@ -67,6 +67,7 @@ def test_every_kind_of_value():
         ("--num-layers", r"--num-layers needs a value"),
         ("--kind c", r"--kind: 'c' is not one of a, b"),
         ("--window 3", r"--window: '3' is not 2 numbers joined by commas"),
+        ("--optimzer adam", r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$"),
         ("--num-layer 4", r"unknown flag --num-layer: did you mean --num-layers"),
         ("--num_layers 4", r"unknown flag --num_layers: did you mean --num-layers"),
         ("--zzz", r"unknown flag --zzz: --help lists all flags"),
@@ -75,7 +76,10 @@ def test_every_kind_of_value():
         ("--tied=1", r"--tied takes no value, got '1'"),
         ("--paths --tied", r"--paths needs at least one value"),
         ("--mtp-num-layers 1", r"--mtp-num-layers 1: Megatron-LM's multi-token prediction is not implemented here"),
-        ("--num-experts 8 --moe-router-topk 4", r"--num-experts 8 \(and 1 more flags of it\): .*mixture of experts"),
+        (
+            "--mtp-num-layers 1 --mtp-loss-scaling-factor 4",
+            r"--mtp-num-layers 1 \(and 1 more flags of it\): .*multi-token",
+        ),
         ("--fp8-format hybrid", r"fp8 and fp4 arithmetic is not implemented here"),
         ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: no flag of Megatron-LM, but of a fork"),
         ("--batch-size 4", r"--batch-size 4: no longer a flag of Megatron-LM; it is called --micro-batch-size today"),
@@ -103,11 +107,9 @@ def test_accepted_flags_must_not_ask_for_something_that_is_missing(text):
 
 def test_what_asks_for_megatron_lms_default_or_for_details_of_what_is_off_has_no_effect():
     parser = make_parser({"Example": Example})
-    words = (
-        "--context-parallel-size 1 --mscale 2 --moe-router-topk=4 --num-experts 0 --fp8-margin 0 --softmax-type vanilla"
-    )
+    words = "--context-parallel-size 1 --mscale 2 --fp8-margin 0 --softmax-type vanilla"
     given, ignored = parse_flags(parser, words.split())
-    assert given == {} and len(ignored) == 6
+    assert given == {} and len(ignored) == 4
     with pytest.raises(ValueError, match="multi-latent attention"):
         parse_flags(parser, [*words.split(), "--multi-latent-attention"])
 

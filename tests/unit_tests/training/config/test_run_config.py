@@ -44,6 +44,43 @@ def test_derived_values():
     assert parsed.flags()["ffn_hidden_size"] == parsed.model.ffn_size
 
 
+CONTEXT = "--context-parallel-size"
+
+
+@pytest.mark.parametrize(
+    "flags,world,message",
+    [
+        (
+            f"{CONTEXT} 2",
+            3,
+            r"world size 3 is not a multiple of tensor \(1\) x context \(2\) x pipeline \(1\) = 2 ranks",
+        ),
+        (f"{CONTEXT} 2 --attention-dropout 0 --seq-length 18", 2, r"--seq-length 18 is not divisible by 2 x .* 2 = 4"),
+        (
+            f"{CONTEXT} 2 --attention-dropout 0 --seq-length 36 --tensor-model-parallel-size 4 --sequence-parallel",
+            8,
+            r"--seq-length 36 is not divisible by .* 2 x --tensor-model-parallel-size 4 = 8.*leave out --sequence-par",
+        ),
+        (
+            f"{CONTEXT} 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+            4,
+            r"--num-query-groups 2 is not divisible by .* 1 x .* 4 = 4. Use --cp-comm-type p2p or all_gather",
+        ),
+        (
+            f"{CONTEXT} 2 --cp-comm-type a2a --tensor-model-parallel-size 4",
+            8,
+            "--num-attention-heads 4 is not divisible by .* 4 x .* 2 = 8",
+        ),
+        (f"{CONTEXT} 2", 2, r"--attention-dropout 0.1 .*Give --attention-dropout 0, or --cp-comm-type a2a"),
+        (f"{CONTEXT} 2 --cp-comm-type ring", 2, r"--cp-comm-type.*ring"),
+        (f"{CONTEXT} 0", 1, "parallel sizes must be positive"),
+    ],
+)
+def test_context_parallelism_that_cannot_run(flags, world, message):
+    with pytest.raises(ValueError, match=message):
+        config(flags, world)
+
+
 def test_saves_that_will_not_happen_are_pointed_out():
     assert config("--save-interval 2 --keep-last-n 1").notes == [
         "nothing is saved: --save-interval, --keep-last-n without --save"

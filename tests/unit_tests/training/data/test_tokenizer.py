@@ -1,6 +1,8 @@
 """Tokenizers: ids and EOD of every kind, text survives the round trip, and what is missing is named."""
 
+import base64
 import json
+import sys
 
 import pytest
 import sentencepiece
@@ -95,6 +97,98 @@ def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
         and llama.detokenize(llama.tokenize(TEXT)) == TEXT
     )
     assert (plain.vocab_size, plain.eod) == (llama.vocab_size, llama.eod) == (oracle.vocab_size(), oracle.eos_id())
+
+
+def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_models):
+    """Of Megatron-LM before 0.16: what data sets and checkpoints of that time hold."""
+    model = str(sentencepiece_models / "plain.model")
+    oracle = sentencepiece.SentencePieceProcessor(model_file=model)
+    size = oracle.vocab_size()
+    config = {"legacy_tokenizer": True, "special_tokens": ["<fim>", "<s>"]}
+    tokenizer = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", model, **config))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (size + 5, size + 2)  # CLS, SEP, EOD, MASK, fim; <s> is there
+    assert [tokenizer.token_id(name) for name in ("<MASK>", "<fim>", "<s>", "</s>", "<what>")] == [
+        size + 3,
+        size + 4,
+        oracle.bos_id(),
+        oracle.eos_id(),
+        None,
+    ]
+    assert tokenizer.tokenize("a<EOD>b<fim>") == [*oracle.encode("a"), size + 2, *oracle.encode("b"), size + 4]
+    assert tokenizer.detokenize([*oracle.encode("a"), size + 2, *oracle.encode("b")]) == "a <EOD> b"
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    with pytest.raises(ValueError, match="<fim>: nothing is added to a SentencePiece model; train it with them"):
+        build_tokenizer(TokenizerConfig("GPTSentencePieceTokenizer", model, special_tokens=["<fim>"]))
+
+
+RANKS = [bytes([i]) for i in range(256)] + [b"re", b"et", b"ret"]
+
+
+def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
+    tiktoken = pytest.importorskip("tiktoken")
+    rows = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""} for i, token in enumerate(RANKS)
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps(rows))
+    config = TokenizerConfig(
+        "TikTokenizer", str(tmp_path / "vocab.json"), tiktoken_num_special_tokens=10, vocab_size=269
+    )
+    tokenizer = build_tokenizer(config)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (269, 2, 4)
+    assert [tokenizer.token_id(name) for name in ("<s>", "<SPECIAL_9>", "ret", "<SPECIAL_10>")] == [1, 9, 268, None]
+    oracle = tiktoken.Encoding(
+        "x", pat_str=r"\S+|\s+", mergeable_ranks=dict(zip(RANKS, range(259), strict=True)), special_tokens={}
+    )
+    assert tokenizer.tokenize("retre") == [10 + i for i in oracle.encode("retre")] == [268, 266]
+    assert tokenizer.tokenize("12") == [10 + ord("1"), 10 + ord("2")]  # digits one by one
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT + "<s>")) == TEXT + "<s>" and 1 not in tokenizer.tokenize("<s>")
+
+    for changes, message in [
+        ({"vocab_size": 300}, "has 259 ranks, not each of 0 to 289 once: give --vocab-size 269"),
+        ({"special_tokens": ["<s>"]}, "<unk>, <s> and </s> must be there"),
+        ({"tiktoken_num_special_tokens": 6}, "must be at least the 7 special tokens"),
+    ]:
+        for name, value in changes.items():
+            monkeyed = TokenizerConfig(**vars(config) | {name: value})
+            with pytest.raises(ValueError, match=message):
+                build_tokenizer(monkeyed)
+    (tmp_path / "vocab.json").write_text('[{"rank": 0}]')
+    with pytest.raises(ValueError, match="is no JSON list of token_bytes and rank"):
+        build_tokenizer(config)
+
+
+def test_llama3_in_the_form_of_its_authors(tmp_path):
+    pytest.importorskip("tiktoken")
+    model = tmp_path / "tokenizer.model"
+    model.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(RANKS)))
+    tokenizer = build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (259 + 256, 260, None)
+    names = {"<|begin_of_text|>": 0, "<|reserved_special_token_3|>": 5, "<|start_header_id|>": 6, "<|eot_id|>": 9}
+    names |= {"<|reserved_special_token_4|>": 8, "<|reserved_special_token_5|>": 10}
+    assert {name: tokenizer.token_id(name) - 259 for name in names} == names
+    assert tokenizer.tokenize("ret") == [258] and tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    model.write_text("junk")
+    with pytest.raises(ValueError, match="has a line that is not a token and its rank"):
+        build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
+
+
+def test_without_the_package_tiktoken(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    (tmp_path / "tokenizer.model").write_text("AA== 0\n")
+    with pytest.raises(ValueError, match="need the package tiktoken: pip install"):
+        build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(tmp_path / "tokenizer.model")))
+
+
+def test_added_tokens(gpt2_files, tokenizer_json):
+    added = {"special_tokens": ["<fim_prefix>", "<|endoftext|>"]}
+    files = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
+    gpt2 = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", **files, **added))
+    assert (gpt2.vocab_size, gpt2.eod, gpt2.token_id("<fim_prefix>")) == (259, 257, 258)
+    assert gpt2.token_id("<|endoftext|>") == 257 and gpt2.token_id("<nothing>") is None
+    assert 257 not in gpt2.tokenize("<|endoftext|>")  # text still never becomes EOD
+    face = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json), special_tokens=["<fim>"]))
+    assert (face.vocab_size, face.eod, face.token_id("<fim>"), face.token_id("?!")) == (259, 257, 258, None)
+    assert face.tokenize("a<fim>")[-1] == 258
 
 
 def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.saving import commit
-from megatron.core.dist_checkpointing.saving.save_barrier import Outcome, SaveBarrier
+from megatron.core.dist_checkpointing.saving.commit import Outcome, SaveBarrier
 from megatron.core.dist_checkpointing.saving.staging import SLOT_SIZE
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,

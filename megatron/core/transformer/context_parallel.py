@@ -1,0 +1,82 @@
+"""How context parallelism splits sequences over the ranks of an axis.
+
+A sequence is cut into 2 CP chunks; rank r holds chunks r and 2 CP - 1 - r, in this order ("zigzag", as in Megatron-LM),
+so that under causal order all ranks compute equally much attention. All else works on single tokens and only needs to
+know their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.mappings import exchange_heads_for_sequence, exchange_sequence_for_heads
+from megatron.core.utils import divide
+
+
+def local_positions(length: int, rank: int, size: int) -> Tensor:
+    """Which of the `length` positions of a sequence rank `rank` of `size` holds, in its order: `[length / size]`."""
+    if size == 1:
+        return torch.arange(length)
+    chunk = divide(length, 2 * size, "sequence length over twice the context-parallel ranks")
+    both = torch.tensor([rank, 2 * size - 1 - rank])
+    return (both.unsqueeze(1) * chunk + torch.arange(chunk)).flatten()
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Over which ranks sequences are split, and how their attention is brought together (--cp-comm-type).
+
+    "a2a": the ranks exchange positions for heads, so that each has whole sequences of a CP-th of the heads (Jacobs et
+    al. 2023, "DeepSpeed Ulysses"); "all_gather", "p2p": see `blockwise_attention`.
+    """
+
+    axis: Axis = Axis()
+    comm_type: str = "p2p"
+
+    @classmethod
+    def of(cls, ps: ParallelState) -> ContextParallel:
+        return cls(ps.cp, ps.config.cp_comm_type)
+
+    @property
+    def attention_axis(self) -> Axis:
+        """Over which attention sees a sequence split: none with a2a."""
+        return Axis() if self.comm_type == "a2a" else self.axis
+
+    @property
+    def head_axis(self) -> Axis:
+        """Over which attention sees its heads split besides TP: none but with a2a."""
+        return self.axis if self.comm_type == "a2a" else Axis()
+
+    def part_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's positions of `[b, s]` tensors, and its queries of an `attention_mask` `[b, 1, s, s]`."""
+        if self.axis.size == 1:
+            return dict(batch)
+        part = {}
+        for key, tensor in batch.items():
+            axis, dim = (self.attention_axis, 2) if key == "attention_mask" else (self.axis, 1)
+            positions = local_positions(tensor.shape[dim], axis.rank, axis.size)
+            part[key] = tensor.index_select(dim, positions) if axis.size > 1 else tensor
+        return part
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """`[s/cp, b, groups, ...]` of all heads to `[s, b, groups/cp, ...]` with a2a, positions in their order."""
+        if self.head_axis.size == 1:
+            return x
+        by_rank = exchange_sequence_for_heads(x, self.head_axis)
+        first, second = by_rank.unflatten(0, (self.head_axis.size, 2, -1)).unbind(1)
+        return torch.cat((first, second.flip(0))).flatten(0, 1)
+
+    def to_sequence(self, x: Tensor) -> Tensor:
+        """The inverse of `to_heads`."""
+        if self.head_axis.size == 1:
+            return x
+        first, second = x.unflatten(0, (2, self.head_axis.size, -1)).unbind(0)
+        return exchange_heads_for_sequence(torch.stack((first, second.flip(0)), dim=1).flatten(0, 2), self.head_axis)
+
+
+WHOLE_SEQUENCES = ContextParallel()  # no context parallelism

@@ -1,0 +1,6 @@
+"""Mixture of experts: router, dispatch of tokens, grouped experts."""
+
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+__all__ = ["MoELayer", "TopKRouter"]

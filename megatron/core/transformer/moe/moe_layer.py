@@ -1,0 +1,76 @@
+"""The MLP of a layer with experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
+from megatron.core.parallel_state import Axis, ExpertAxes
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.dispatcher import DISPATCHERS
+from megatron.core.transformer.moe.experts import GroupedExperts
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MoELayer(MegatronModule):
+    """The sum of the chosen experts' outputs, weighted by the router, and of the shared expert's."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        tp: Axis,
+        axes: ExpertAxes,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.axes, self.num_local = axes, config.num_experts // axes.ep.size
+        self.dispatch = DISPATCHERS[config.moe_token_dispatcher_type if axes.all.size > 1 else "alltoall"]
+        self.router = TopKRouter(
+            config, layer_number=layer_number, axes=axes, partial_grad=sequence_parallel, device=device
+        )
+        self.experts = GroupedExperts(config, axes=axes, device=device)
+        self.shared_experts = (
+            SharedExperts(config, tp=tp, sequence_parallel=sequence_parallel, device=device)
+            if config.moe_shared_expert_intermediate_size
+            else None
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routing = self.router(tokens, hidden_states.shape[1])
+        output = self.dispatch(tokens, routing, self.experts, self.num_local, self.axes).view_as(hidden_states)
+        return output if self.shared_experts is None else output + self.shared_experts(hidden_states)
+
+
+class SharedExperts(MLP):
+    """An expert that every token goes to, split over TP like any MLP; with a gate of its own (Qwen2-MoE) if wanted."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        size = config.moe_shared_expert_intermediate_size
+        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel, device=device, ffn_size=size)
+        gate = ParamInfo(Normal(config.init_method_std), partial_grad=sequence_parallel)
+        self.gate_weight = (
+            make_parameter((1, config.hidden_size), config.params_dtype, device, gate)
+            if config.moe_shared_expert_gate
+            else None
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        output = super().forward(hidden_states)
+        if self.gate_weight is None:
+            return output
+        return torch.sigmoid(torch.nn.functional.linear(hidden_states, self.gate_weight)) * output

@@ -1,0 +1,107 @@
+"""Runs whose sequences are split: the losses of whole ones, the same samples, the same checkpoints."""
+
+import shlex
+
+import pytest
+import torch
+
+from megatron.core.transformer.context_parallel import local_positions
+from megatron.training.config.run_config import parse_args
+from megatron.training.run import Loss
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, loss_func, model_provider
+from tests.compare import assert_same
+from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, Measurements, train, whole
+
+DOCUMENTS = "--mock-data --train-iters 4 --reset-attention-mask --reset-position-ids --eod-mask-loss "
+WAYS = {
+    "p2p": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+    "all_gather": (
+        4,
+        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "a2a": (4, f"--context-parallel-size 2 --cp-comm-type a2a {DISTRIBUTED_OPTIMIZER}"),
+    "p2p and pipeline": (4, f"{LAYOUTS['pp2'][1]} --context-parallel-size 2"),
+}
+
+
+def numbers(measured):
+    points = [value for (name, _), value in sorted(measured.points.items()) if name == "lm loss validation"]
+    return torch.tensor(measured.losses + measured.grad_norms + points, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def of_one_process(pool):
+    flags = f"{DOCUMENTS} {MODELS['gpt2']} --calculate-per-token-loss --eval-iters 1 --eval-interval 2"
+    return flags, numbers(pool.run(train, 1, flags)[0].measured)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_and_masked_losses_are_exact_per_token(pool, of_one_process, way):
+    """Each rank has another number of tokens that count; training and validation do not see it."""
+    flags, expected = of_one_process
+    world_size, layout = WAYS[way]
+    got = numbers(pool.run(train, world_size, f"{flags} {layout}")[0].measured)
+    assert len(expected) == 4 + 4 + 2
+    torch.testing.assert_close(got, expected, atol=0, rtol=1e-5)
+
+
+def mean_of_both_parts(chunk, batch, activation):
+    """The mean over two ranks' positions of the means there."""
+    losses = chunk(
+        batch["tokens"], batch["position_ids"], labels=batch["labels"], attention_mask=batch["attention_mask"]
+    )
+    mask, means = batch["loss_mask"], []
+    for rank in range(2):
+        part = local_positions(losses.shape[1], rank, 2)
+        total, count = loss_func(losses[:, part], mask[:, part])
+        means.append(total / count.clamp(min=1))
+    return Loss(sum(means) / 2, torch.tensor(1.0))
+
+
+def train_on_both_parts(rank, world_size, flags):
+    measured = Measurements()
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    pretrain(config, model_provider, datasets_provider, mean_of_both_parts, writers=[measured])
+    return measured
+
+
+def test_without_a_loss_per_token_ranks_average_their_means(pool):
+    """As in Megatron-LM: a token counts more where a rank has fewer of them. The log has the mean over all tokens."""
+    flags = f"{DOCUMENTS} {MODELS['llama']} "
+    (expected,) = pool.run(train_on_both_parts, 1, flags)
+    measured = pool.run(train, 2, f"{flags} --context-parallel-size 2")[0].measured
+    assert measured.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+    per_token = pool.run(train, 1, f"{flags} --calculate-per-token-loss")[0].measured
+    assert measured.losses[0] == pytest.approx(per_token.losses[0], rel=1e-6)
+    assert measured.grad_norms[0] != pytest.approx(per_token.grad_norms[0], rel=1e-4)
+
+
+def train_and_record(rank, world_size, flags):
+    """(dp rank, cp rank, tokens and positions [2, samples, s/cp] that this rank trained on)"""
+    seen = []
+
+    def recording_forward_step(chunk, batch, activation):
+        seen.append(torch.stack((batch["tokens"], batch["position_ids"])))
+        return forward_step(chunk, batch, activation)
+
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    ps = pretrain(config, model_provider, datasets_provider, recording_forward_step).ps
+    return ps.dp.rank, ps.cp.rank, torch.cat(seen, 1)
+
+
+def test_the_ranks_of_a_replica_read_the_same_samples(pool):
+    flags = f"--mock-data --train-iters 3 {MODELS['llama']}"
+    replicas = {dp: seen for dp, _, seen in pool.run(train_and_record, 2, flags)}
+    for dp, cp, seen in pool.run(train_and_record, 4, f"{flags} --context-parallel-size 2"):
+        assert torch.equal(seen, replicas[dp][..., local_positions(16, cp, 2)])
+
+
+def test_random_numbers_go_on_bitwise(pool, tmp_path):
+    """Dropout draws other numbers on every rank, and goes on with them after a load; at CP 1 the state is the same."""
+    flags = f"--mock-data --train-iters 4 {MODELS['llama']} --hidden-dropout 0.2 {LAYOUTS['cp2'][1]}"
+    straight = pool.run(train, 2, flags)
+    first = pool.run(train, 2, f"{flags} --save {tmp_path} --exit-interval 2")
+    second = pool.run(train, 2, f"{flags} --load {tmp_path}")
+    assert first[0].measured.losses + second[0].measured.losses == straight[0].measured.losses
+    assert_same(whole(second), whole(straight))

@@ -1,0 +1,126 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: what transformers saves computes the same here, and what we write there."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron.conversion.convert import Options, compare, convert
+from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
+from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.core.models import GPTModel
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN = SIZES | {"moe_intermediate_size": 20, "num_experts": 4}
+MODELS = {
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
+    "qwen2_moe": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, norm_topk_prob=False),
+    "qwen2_moe_mixed": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[1]),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True),
+    "qwen3_moe_every_second": transformers.Qwen3MoeConfig(**QWEN, head_dim=8, decoder_sparse_step=2),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model of each kind as transformers saves it, and its logits."""
+    result = {}
+    tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(5))
+    for name, config in MODELS.items():
+        torch.manual_seed(11)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # norms and biases, too
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            logits = model(tokens).logits
+        directory = tmp_path_factory.mktemp("saved") / name
+        model.save_pretrained(directory)
+        result[name] = (directory, model, logits)
+    return tokens, result
+
+
+def logits_of(source, tokens):
+    model = GPTModel(model_config(source.args, 96, source.description), make_vocab_size_divisible_by=1)
+    with torch.no_grad():
+        for key, entry in model.sharded_state_dict().items():
+            entry.local.copy_(read_whole(source, key))
+        return model.eval()(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_transformers(saved, name):
+    tokens, models = saved
+    directory, _, expected = models[name]
+    source = open_checkpoint(directory)
+    assert source.unused == [] and source.args["hf_model_type"] == MODELS[name].model_type
+    torch.testing.assert_close(logits_of(source, tokens), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(saved, tmp_path, name):
+    """To torch_dist and legacy files, and to a directory that transformers loads: the same weights bit for bit."""
+    tokens, models = saved
+    directory, _, expected = models[name]
+    source = open_checkpoint(directory)
+    convert(directory, tmp_path / "legacy", "legacy", options=Options(tensor_parallel=2))
+    convert(tmp_path / "legacy", tmp_path / "torch_dist", "torch_dist")
+    convert(tmp_path / "torch_dist", tmp_path / "hf", "hf")
+    assert compare(source, open_checkpoint(tmp_path / "hf")) == len(source.tensors)
+    before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor(saved, tmp_path, name):
+    """As transformers 5 has them in memory: a tensor for each projection of all experts."""
+    _, models = saved
+    directory, model, _ = models[name]
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    fused = open_checkpoint(tmp_path)
+    assert fused.unused == [] and any(
+        name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors")
+    )
+    source = open_checkpoint(directory)
+    assert compare(source, fused) == len(source.tensors)
+    key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
+    box = (1, 3, 2), (2, source.tensors[key].shape[1] - 4, 7)  # of two experts, across gate and up
+    assert torch.equal(source.read(key, *box), fused.read(key, *box))
+    assert torch.equal(read_whole(source, key)[1:3, 3:-1, 2:9], fused.read(key, *box))
+
+
+def test_universal_checkpoints_have_no_experts(saved, tmp_path):
+    _, models = saved
+    with pytest.raises(ValueError, match="--num-experts 4: universal checkpoints have no names for the experts"):
+        convert(models["mixtral"][0], tmp_path / "out", "universal")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_family_cannot_express(saved, tmp_path):
+    _, models = saved
+    directory = models["mixtral"][0]
+    config = model_config(open_checkpoint(directory).args, 96, "a model")
+    assert choose_family(config, None) is MIXTRAL
+    before_softmax = dataclasses.replace(config, moe_router_pre_softmax=True, qk_layernorm=True)
+    assert choose_family(before_softmax, None) is QWEN3_MOE
+    assert any("--moe-shared-expert" in text for text in QWEN2_MOE.obstacles(config))
+    sigmoid = dataclasses.replace(config, moe_router_score_function="sigmoid")
+    with pytest.raises(ValueError, match="has no moe_router_score_function = sigmoid"):
+        choose_family(sigmoid, None)
+    hf = json.loads((directory / "config.json").read_text())
+    for field, value in (("router_jitter_noise", 0.1), ("num_local_experts", -1), ("mlp_only_layers", "all")):
+        (tmp_path / "config.json").write_text(json.dumps(hf | {field: value}))
+        with pytest.raises(ValueError, match=field):
+            open_checkpoint(tmp_path)

@@ -1,0 +1,80 @@
+"""Models with experts in the files of Megatron-LM: every form holds the same state, and what we write is theirs."""
+
+import pytest
+
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing import safe_load
+from tests.compare import assert_same, read_all
+from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
+from tests.unpacked import unpacked
+
+WEIGHTS = 17  # of the model: an embedding, two layers of seven, a norm, a head
+
+
+@pytest.fixture
+def archive(tmp_path_factory):
+    return lambda name: unpacked(tmp_path_factory, f"megatron_moe/mixtral_fp32/{name}")
+
+
+# (a form, another of the same run)
+SIBLINGS = [
+    ("single_legacy", "single_fully_reshardable"),
+    ("ep2_dp_reshardable", "ep2_te_norm_keys"),
+    ("tp2ep2etp2_legacy", "tp2ep2etp2_dp_reshardable"),
+]
+
+
+@pytest.mark.parametrize("form,other", SIBLINGS)
+def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other):
+    """Experts in a buffer of their own or among the dense layers, transposed over ETP or whole, in any file."""
+    one, two = open_checkpoint(archive(form)), open_checkpoint(archive(other))
+    assert len(one.tensors) == 4 * WEIGHTS and one.unused == two.unused == []
+    assert one.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (4, 64, 16)
+    assert_same(read_all(one), read_all(two))
+    assert one.training.param_groups == two.training.param_groups and len(one.training.param_groups) == 2
+    assert (one.training.iteration, one.training.consumed_train_samples) == (5, 40)
+
+
+def test_without_the_distributed_optimizer(archive):
+    """Numbered states of dense layers and of experts, each counted from 0."""
+    source = open_checkpoint(archive("ep2_nodistopt_legacy"))
+    assert len(source.tensors) == 4 * WEIGHTS and source.unused == []
+    weights = {key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")}
+    other = open_checkpoint(archive("ep2_dp_reshardable"))
+    for key, value in weights.items():  # another run of the same model: to rounding
+        assert (value - other.read(key, (0,) * value.dim(), tuple(value.shape))).abs().max() < 1e-6
+
+
+def test_the_legacy_files_we_write_are_megatrons(archive, tmp_path):
+    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert."""
+    source = open_checkpoint(archive("single_fully_reshardable"))
+    write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
+    theirs = sorted(archive("single_legacy").rglob("*.pt"))
+    assert len(theirs) == 2
+    for path in theirs:
+        expected, got = safe_load(path), safe_load(tmp_path / "out" / path.parent.name / path.name)
+        for content in (expected, got):
+            content.pop("rerun_state_machine", None)
+            content.pop("rng_state", None)
+            if "args" in content:
+                content["args"] = comparable(content["args"])
+        if "args" in got:
+            assert got["args"].pop("model_vocab_size") == 288
+            assert got["args"].pop("norm_epsilon") == 1e-5
+        assert_equal(expected, got, path.name)
+
+
+@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2)])
+def test_reshaped_and_back(archive, tmp_path, tp, pp):
+    """Of a run with EP 2 and ETP 2: legacy files at other layouts, then torch_dist."""
+    source = open_checkpoint(archive("tp2ep2etp2_dp_reshardable"))
+    expected = read_all(source)
+    write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp))
+    reshaped = open_checkpoint(tmp_path / "iter_0000005")
+    assert reshaped.args["expert_model_parallel_size"] == 1
+    assert_same(read_all(reshaped), expected)
+    write_torch_dist(reshaped, tmp_path / "torch_dist/iter_0000005")
+    assert_same(read_all(open_checkpoint(tmp_path / "torch_dist/iter_0000005")), expected)

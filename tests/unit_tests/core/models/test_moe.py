@@ -1,0 +1,242 @@
+"""Layers with experts: routing, losses and gradients are those of Megatron-LM and of transformers."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from megatron.core.models import GPTModel
+from megatron.core.parallel_state import ExpertAxes
+from megatron.core.transformer.moe import TopKRouter
+from megatron.core.transformer.moe.balancing import finish_step, routers
+from megatron.core.transformer.moe.experts import grouped_product
+from megatron.core.transformer.moe.permutation import Permutation
+from megatron.core.transformer.moe.router import choose
+from megatron.core.transformer.transformer_config import TransformerConfig, layer_pattern
+from tests import ROOT
+
+GOLDEN = ROOT / "tests/golden/megatron_moe"
+BASE = {
+    "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+    "group_query_attention": True, "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "untie_embeddings_and_output_weights": True, "add_bias_linear": False, "vocab_size": 288, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "num_experts": 4, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2,
+}  # fmt: skip
+QWEN = {
+    "num_experts": 8, "moe_ffn_hidden_size": 16, "moe_router_topk": 4, "moe_router_pre_softmax": True,
+    "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True, "bf16": True,
+    "add_qkv_bias": True,
+}  # fmt: skip
+CASES = {
+    "mixtral_fp32": {},
+    "drop_fp32": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "qwen2moe_bf16": QWEN,
+}
+
+
+def config_of(**options):
+    return TransformerConfig(**(BASE | options))
+
+
+class Reference:
+    """What Megatron-LM computed of one micro batch, tensors by our names."""
+
+    def __init__(self, case):
+        self.arrays = np.load(GOLDEN / case / "initial_forward.npz")
+        # The model that drops tokens has the weights of the other one.
+        self.weights = self.arrays if case != "drop_fp32" else np.load(GOLDEN / "mixtral_fp32/initial_forward.npz")
+
+    def tensor(self, kind, name):
+        arrays = self.weights if kind == "weight" else self.arrays
+        if "mlp.experts." not in name:
+            return torch.from_numpy(arrays[f"{kind}:{name}"])
+        layer, projection = name.split("experts.")
+        each = [key for key in arrays.files if key.startswith(f"{kind}:{layer}experts.") and key.endswith(projection)]
+        return torch.stack([torch.from_numpy(arrays[key]) for key in each])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_micro_batch_of_megatron(case):
+    """Logits, choice and weights of every token, auxiliary losses, and all gradients."""
+    config, reference = config_of(**CASES[case]), Reference(case)
+    tolerance = 2e-2 if config.bf16 else 2e-6
+    model = GPTModel(config, make_vocab_size_divisible_by=32)
+    for name, param in model.named_parameters():
+        param.data.copy_(reference.tensor("weight", name))
+    tokens, labels = (torch.from_numpy(reference.arrays[name]).long() for name in ("tokens", "labels"))
+    positions = torch.arange(64).expand(2, -1)
+    with torch.no_grad():
+        logits = model.eval()(tokens, positions)
+    expected = torch.from_numpy(reference.arrays["logits"])
+    assert (logits.float() - expected).norm() < tolerance * expected.norm()
+    routings = []
+    of_model = routers([model.train()])
+    for router in of_model:
+        router.start_step(1.0, per_token_loss=False)
+        router.register_forward_hook(lambda module, args, routing: routings.append(routing))
+    losses = model(tokens, positions, labels=labels)
+    losses.mean().backward()
+    finish_step(of_model)
+    for layer, (router, routing) in enumerate(zip(of_model, routings, strict=True)):
+        kept = 1.0 if routing.kept is None else routing.kept
+        probs = torch.zeros(128, config.experts).scatter(1, routing.experts, routing.probs.float() * kept)
+        expected = torch.from_numpy(reference.arrays[f"probs:decoder.layers.{layer}.mlp.router"])
+        if not config.bf16:
+            assert torch.equal(probs != 0, expected != 0)
+            torch.testing.assert_close(probs, expected, rtol=0, atol=tolerance)
+        else:  # a tie of two rounded scores may fall either way
+            assert ((probs != 0) == (expected != 0)).float().mean() > 0.99
+        for name in router.recorded.keys() - {"tokens_per_expert"}:
+            expected_loss = reference.arrays[f"aux:{name}"][layer]
+            assert router.recorded[name].item() == pytest.approx(expected_loss, rel=tolerance), name
+        assert router.recorded["tokens_per_expert"].sum() == (probs != 0).sum()
+    for name, param in model.named_parameters():
+        expected = reference.tensor("grad", name)
+        error = (param.grad.float() - expected).norm() / expected.norm()
+        assert error < (0.05 if config.bf16 else 5e-6), name
+
+
+def test_mixtral_of_transformers():
+    """Logits and gradients of the same weights."""
+    theirs = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+            sliding_window=None, rope_theta=10000.0, rms_norm_eps=1e-5, router_aux_loss_coef=0.0,
+        )
+    )  # fmt: skip
+    config = config_of(
+        hidden_size=32, moe_ffn_hidden_size=24, vocab_size=96, moe_aux_loss_coeff=0.0, init_method_std=0.1
+    )
+    ours = GPTModel(config, make_vocab_size_divisible_by=1)
+    ours.initialize(3)
+    names = dict(ours.named_parameters())
+    state = theirs.state_dict()
+    for layer in range(2):
+        prefix, own = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        q, k, v = names[own + "self_attention.linear_qkv.weight"].view(2, 32, 32).split([16, 8, 8], dim=1)
+        state[prefix + "self_attn.q_proj.weight"].copy_(q.reshape(32, 32))
+        state[prefix + "self_attn.k_proj.weight"].copy_(k.reshape(16, 32))
+        state[prefix + "self_attn.v_proj.weight"].copy_(v.reshape(16, 32))
+        state[prefix + "self_attn.o_proj.weight"].copy_(names[own + "self_attention.linear_proj.weight"])
+        state[prefix + "mlp.gate.weight"].copy_(names[own + "mlp.router.weight"])
+        state[prefix + "mlp.experts.gate_up_proj"].copy_(names[own + "mlp.experts.linear_fc1.weight"])
+        state[prefix + "mlp.experts.down_proj"].copy_(names[own + "mlp.experts.linear_fc2.weight"])
+    state["model.embed_tokens.weight"].copy_(names["embedding.word_embeddings.weight"])
+    state["lm_head.weight"].copy_(names["output_layer.weight"])
+    tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(0))
+    expected = theirs(tokens, labels=tokens)
+    losses = ours(tokens, torch.arange(32).expand(2, -1), labels=tokens.roll(-1, 1))[:, :-1]
+    assert losses.mean().item() == pytest.approx(expected.loss.item(), abs=1e-6)
+    expected.loss.backward()
+    losses.mean().backward()
+    for layer in range(2):
+        for name, key in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
+            grad = theirs.get_parameter(f"model.layers.{layer}.mlp.experts.{name}").grad
+            torch.testing.assert_close(
+                names[f"decoder.layers.{layer}.mlp.experts.{key}.weight"].grad, grad, rtol=1e-4, atol=1e-7
+            )
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_permutation(complete):
+    """Sorted by key, in the order of the rows; gather and combine are transposed to each other."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randint(0, 5 if complete else 6, (7, 3), generator=generator)
+    order = Permutation(keys, 5, complete)
+    rows = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    expected = [row for key in range(5) for row in range(7) for column in range(3) if keys[row, column] == key]
+    gathered = order.gather(rows)
+    assert torch.equal(gathered, rows[expected])
+    assert order.counts.tolist() == [(keys == key).sum().item() for key in range(5)]
+    plain = torch.zeros(7, 4, dtype=torch.float64).index_add(0, torch.tensor(expected), gathered)
+    torch.testing.assert_close(order.combine(gathered, 7), plain)
+    torch.autograd.gradcheck(lambda x: order.combine(order.gather(x).sin(), 7), rows)
+
+
+def test_grouped_product_is_torchs_own():
+    x, matrices, counts = torch.randn(9, 8), torch.randn(4, 8, 16), torch.tensor([2, 0, 3, 4])
+    expected = F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
+    torch.testing.assert_close(grouped_product(x, matrices, counts), expected)
+
+
+def test_groups_limit_the_choice():
+    """Two of four groups by the sum of their best scores; the bias chooses, and is not in the weights."""
+    options = {
+        "num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
+    }  # fmt: skip
+    logits = torch.tensor([[3.0, -9.0, 2.0, 1.9, -1.0, -1.0, 2.5, -9.0]])
+    bias = torch.zeros(8)
+    config = config_of(**options)
+    experts, probs = choose(logits, config, bias)
+    assert set(experts[0].tolist()) == {0, 6}
+    assert probs.sum().item() == pytest.approx(2.5)
+    bias[4] = 10.0  # its group wins, and it is chosen; its weight is that of its own score
+    experts, probs = choose(logits, config, bias)
+    assert set(experts[0].tolist()) == {4, 0}
+    scores = torch.sigmoid(logits[0, experts[0]])
+    torch.testing.assert_close(probs[0], 2.5 * scores / scores.sum())
+
+
+def test_the_expert_bias_follows_the_load():
+    config = config_of(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=1)
+    router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
+    torch.nn.init.zeros_(router.weight)
+    router.expert_bias.copy_(torch.tensor([0.3, 0.2, 0.1, 0.0]))
+    router.start_step(1.0, per_token_loss=False)
+    router(torch.ones(8, 16), 2).probs.sum().backward()
+    finish_step([router])  # all of the load was the first expert's
+    torch.testing.assert_close(router.expert_bias, torch.tensor([0.299, 0.201, 0.101, 0.001]))
+
+
+def test_an_expert_without_room_drops_the_lowest_weights():
+    config = config_of(moe_expert_capacity_factor=1.0, moe_router_topk=1, moe_router_pre_softmax=True)
+    router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
+    torch.nn.init.zeros_(router.weight)
+    with torch.no_grad():
+        router.weight[0] = 0.05
+    kept = router(torch.linspace(1, 2, 8).unsqueeze(1).expand(8, 16), 1).kept
+    assert kept.sum() == 2 and kept[-2:].all()  # everyone chose the first expert
+
+
+@pytest.mark.parametrize(
+    "text,expected", [("2", 2), ("[0]*2+[1]", [0, 0, 1]), ("([0]+[1]*3)", [0, 1, 1, 1]), ("[0,1]*2", [0, 1, 0, 1])]
+)
+def test_layer_patterns(text, expected):
+    assert layer_pattern(text) == expected
+
+
+@pytest.mark.parametrize("text", ["x", "[1]*10**9", "[1]*1000000", "__import__('os')", "[1]+2", "(" * 500])
+def test_what_is_no_pattern(text):
+    with pytest.raises(ValueError, match="is no pattern of layers"):
+        layer_pattern(text)
+
+
+def test_dense_and_expert_layers_together():
+    config = config_of(num_layers=3, moe_layer_freq=[0, 1, 0])
+    kinds = [type(layer.mlp).__name__ for layer in GPTModel(config).decoder.layers]
+    assert kinds == ["MLP", "MoELayer", "MLP"] and config.moe_layer_pattern == [0, 1, 0]
+    assert config_of(num_layers=3, moe_layer_freq=2).moe_layer_pattern == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"moe_router_topk": 5}, "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
+        ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
+        ({"add_bias_linear": True}, "experts have no biases here"),
+        ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
+        ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
+        ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
+        ({"moe_router_num_groups": 2}, "go together"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "must have one value for each"),
+        ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
+        ({"moe_expert_capacity_factor": 0.0}, "must be positive, got 0.0"),
+    ],
+)
+def test_impossible_experts_are_explained(options, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**options)
