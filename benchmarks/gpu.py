@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.core.progress import Progress  # noqa: E402
 from megatron.planning.costs import model_flops_per_token  # noqa: E402
 from megatron.planning.run_plan import plan_run  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
@@ -68,7 +69,8 @@ SMALL = {"small": Shape(2, 128, 384, 4, 2, 1000, 128, 2)}
 
 
 def run(command: list[str]) -> str:
-    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    with Progress(" ".join(command[:1] + command[-4:])):
+        result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return result.stdout
@@ -183,10 +185,9 @@ def main() -> None:
     models = SMALL if options.small else {name: MODELS[name] for name in options.models}
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    lines = [f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}"]
+    print(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}", flush=True)
     for part in options.parts or PARTS:
-        lines += PARTS[part](models, options)
-    print("\n".join(lines))
+        print("\n".join(PARTS[part](models, options)), flush=True)
 
 
 if __name__ == "__main__":

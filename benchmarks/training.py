@@ -23,6 +23,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.core.progress import Progress  # noqa: E402
+
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
 SKIP = 2  # first steps of every run: allocation and warm-up
 
@@ -151,9 +155,11 @@ def main() -> None:
                     dtype, args.steps, args.threads // 2, 2, micro, tuple(extra)
                 )
         times: dict[str, list[float]] = {name: [] for name in programs}
-        for _ in range(args.rounds):
-            for name, program in programs.items():
-                times[name] += program()[SKIP:]
+        with Progress(dtype, args.rounds * len(programs), "runs") as progress:
+            for _ in range(args.rounds):
+                for name, program in programs.items():
+                    times[name] += program()[SKIP:]
+                    progress.add(1)
         best_peer = min(statistics.median(times[name]) for name in pythons)
         print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s")
         for name, values in times.items():
