@@ -49,7 +49,6 @@ LAYOUTS = {  # name -> (processes, flags)
     "cp2": (2, f"--context-parallel-size 2 {ZERO}"),
     "cp2_ep2": (4, f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
     "pp2_ep2": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
-    "cp2_ep2": (4, f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {ZERO}"),
     "pp2_ep2_recomputed": (
         4,
         f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} "
