@@ -1,11 +1,12 @@
 # Two images from one file:
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
-# Build arguments: PYTHON_IMAGE, CUDA_IMAGE, TORCH_VERSION, and CPU_INDEX or GPU_INDEX, options for pip when it installs
+# Build arguments: PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
-# Tags can be moved: give NAME:TAG@sha256:DIGEST for images that are the same for ever.
-ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+# Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index
+# that has other files than PyPI: they are pinned by version.
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm@sha256:519591d6871b7bc437060736b9f7456b8731f1499a57e22e6c285135ae657bf7
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
 
 FROM ${PYTHON_IMAGE} AS cpu
 RUN apt-get update \
@@ -17,12 +18,14 @@ RUN chown 1001:1001 .
 USER 1001:1001
 COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
+COPY --chown=1001:1001 requirements ./requirements
 ARG TORCH_VERSION=2.13.0
 ARG CPU_INDEX="--index-url https://download.pytorch.org/whl/cpu"
-# torch first, so that `make setup` finds the build that is wanted.
+# torch first, without what it needs: that has hashes, too.
 RUN python3 -m venv .venv \
-    && .venv/bin/pip install --no-cache-dir "torch==${TORCH_VERSION}" ${CPU_INDEX} \
-    && make setup
+    && .venv/bin/pip install --no-cache-dir --no-deps "torch==${TORCH_VERSION}" ${CPU_INDEX} \
+    && .venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/hashed.txt \
+    && make setup SETUP_FLAGS="--no-build-isolation --no-deps"
 COPY --chown=1001:1001 . .
 CMD ["make", "test"]
 
@@ -37,11 +40,11 @@ RUN chown 1001:1001 .
 USER 1001:1001
 COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
-ARG TORCH_VERSION=2.13.0
-ARG GPU_INDEX=""
+COPY --chown=1001:1001 requirements ./requirements
 RUN python3 -m venv .venv \
-    && .venv/bin/pip install --no-cache-dir "torch==${TORCH_VERSION}" ${GPU_INDEX} \
-    && make setup
+    && .venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/hashed.txt \
+        -r requirements/torch-cuda.txt \
+    && make setup SETUP_FLAGS="--no-build-isolation --no-deps"
 COPY --chown=1001:1001 . .
 ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]

@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
+SETUP_FLAGS ?=
 
 .PHONY: help setup demo test check docker-lint image-steps docs interop clean
 
@@ -23,7 +24,7 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt megatron/core/datase
 	@echo "== setting up $(VENV) (a few minutes the first time)"
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed: make PYTHON=python3.12 ...')"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev,plots]"
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt $(SETUP_FLAGS) -e ".[dev,plots]"
 	@touch $@
 
 demo: setup

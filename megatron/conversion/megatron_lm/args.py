@@ -29,6 +29,7 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query gro
 # What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of it.
 ASKED_FOR: dict[str, Any] = {
     "multi_latent_attention": False,
+    "qk_l2_norm": False,
     "heterogeneous_layers_config_path": None,
     "heterogeneous_layers_config_encoded_json": None,
     "no_persist_layer_norm": False,

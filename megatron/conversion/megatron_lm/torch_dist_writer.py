@@ -95,6 +95,8 @@ def _common(source: Source) -> dict[str, Any]:
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
     args = ASKED_FOR | config | {"params_dtype": weights.dtype} | told
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    if args["transformer_impl"] == "local":
+        args["no_persist_layer_norm"] = True  # torch's norms, which local layers take without Apex, refuse the other
     # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
     args["no_save_optim"] = training is None or training.param_groups is None
     args["no_save_rng"] = training is None or not training.rng

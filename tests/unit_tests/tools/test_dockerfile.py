@@ -10,6 +10,7 @@ import pytest
 from tests import ROOT
 
 STAGES = re.split(r"^FROM .* AS (\w+)$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+LOCKS = (ROOT / "requirements/hashed.txt", ROOT / "requirements/torch-cuda.txt")
 
 
 def test_lint():
@@ -30,6 +31,20 @@ def test_stages(name):
     for words in re.findall(r"^COPY (?:--\S+ )*(.*)$", text, re.MULTILINE):
         assert all((ROOT / source).exists() for source in words.split()[:-1]), words
     assert re.search(r"^CMD .*\Z", text.strip(), re.MULTILINE)
+
+
+def test_everything_is_pinned():
+    """Images by digest, packages by hashes, at the versions that constraints.txt names."""
+    images = re.findall(r"^ARG \w+_IMAGE=(.*)$", STAGES[0], re.MULTILINE)
+    assert len(images) == 2 and all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
+    pinned, locked = (
+        set(re.findall(r"^([a-z0-9-]+==[0-9.]+)", text, re.MULTILINE))
+        for text in ((ROOT / "constraints.txt").read_text(), "".join(path.read_text() for path in LOCKS))
+    )
+    assert {pin for pin in pinned if not pin.startswith("mkdocs")} <= locked, "run requirements/lock.sh"
+    for path in LOCKS:
+        requirements = path.read_text().replace("\\\n", "").splitlines()
+        assert requirements and all("--hash=sha256:" in line for line in requirements)
 
 
 def test_what_is_not_sent_to_the_builder():

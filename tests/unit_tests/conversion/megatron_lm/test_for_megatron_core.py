@@ -24,7 +24,7 @@ READ_BY_BRIDGE = (
     "squared_relu", "init_method_xavier_uniform", "config_logger_dir", "cp_comm_type", "is_hybrid_model",
     "init_model_with_meta_device", "transformer_impl", "moe_grouped_gemm", "mtp_num_layers",
     "fp16_lm_cross_entropy", "params_dtype", "make_vocab_size_divisible_by", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "qk_l2_norm",
 )  # fmt: skip
 
 
@@ -35,6 +35,13 @@ def test_a_converted_checkpoint_has_the_arguments_that_bridge_reads(tmp_path: Pa
     assert [name for name in READ_BY_BRIDGE if name not in stored] == []
     assert stored["params_dtype"] == (torch.bfloat16 if args.get("bf16") else torch.float32)
     assert stored["num_layers"] == 2 and stored["num_experts"] is None and stored["cp_comm_type"] == ["p2p"]
+    assert not stored["no_persist_layer_norm"]
+
+
+def test_local_layers_have_norms_that_do_not_persist(tmp_path: Path) -> None:
+    """megatron-core's local layers without Apex refuse the others, so Bridge could not build the model."""
+    write_torch_dist(random_source(LLAMA_ARGS | {"transformer_impl": "local"}), tmp_path / "run")
+    assert vars(load_common(tmp_path / "run")["args"])["no_persist_layer_norm"]
 
 
 def test_so_has_one_of_a_run() -> None:
