@@ -355,6 +355,7 @@ MIXTRAL = Family(
         *_LLAMA_RULES,
         *_EXPERT_RULES,
         Copy("num_experts", ("num_local_experts",), None),
+        Copy("moe_ffn_hidden_size", ("intermediate_size",)),
         QueryGroups(8),
         HeadDim(),
         *_NO_BIAS,
