@@ -103,7 +103,7 @@ class SaveAndExitPolicy:
         self._needs_votes = (
             self._handles_signals or self._minutes is not None or self._save_secs is not None or self._may_fail
         )
-        self._exchange = _Exchange(device)
+        self._exchange = _VoteExchange(device)
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
         """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
@@ -143,7 +143,7 @@ class SaveAndExitPolicy:
         )
 
 
-class _Exchange:
+class _VoteExchange:
     """The maxima of all ranks' votes, without waiting."""
 
     def __init__(self, device: torch.device) -> None:

@@ -3,8 +3,10 @@
 import shlex
 
 import pytest
+import torch
 
 from megatron.conversion.convert import compare
+from megatron.conversion.model_space.source import read_whole
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
@@ -55,6 +57,18 @@ LAYOUTS = {  # name -> (processes, flags)
 }
 
 
+# One of each kind in every run of the suite, all of them with --run-slow.
+ALWAYS = {"single", "ep2", "tp2_ep2_etp2", "pp2_ep2_recomputed"}
+
+
+def some(rows, always):
+    """Parameters, of which those that are not among `always` are slow."""
+    return [
+        row if row in always else pytest.param(*([row] if isinstance(row, str) else row), marks=pytest.mark.slow)
+        for row in rows
+    ]
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """Checkpoints of Megatron-LM by model and name."""
@@ -102,7 +116,7 @@ def check(model, results, first=1, tolerance=1e-5):
             assert of_layers[name] == pytest.approx(expected, rel=100 * tolerance), f"iteration {step}: {name}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some(LAYOUTS, ALWAYS))
 def test_the_curve_of_megatron_on_every_layout(pool, tmp_path, archives, layout):
     """Losses, gradient norms and the auxiliary losses of every layer."""
     processes, flags = LAYOUTS[layout]
@@ -111,9 +125,10 @@ def test_the_curve_of_megatron_on_every_layout(pool, tmp_path, archives, layout)
     check("mixtral_fp32", results)
 
 
-@pytest.mark.parametrize("model,layout,tolerance", [("qwen2moe_bf16", "single", 2e-3), ("qwen2moe_bf16", "ep2", 2e-3)])
-def test_other_models(pool, tmp_path, archives, model, layout, tolerance):
-    """Gated shared expert and z-loss in bf16."""
+@pytest.mark.parametrize("layout", some(["single", "ep2"], {"ep2"}))
+def test_in_bf16(pool, tmp_path, archives, layout):
+    """With a gated shared expert and the z-loss."""
+    model, tolerance = "qwen2moe_bf16", 2e-3
     processes, flags = LAYOUTS[layout]
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
     check(model, pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"), 1, tolerance)
@@ -128,7 +143,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("saved,loaded", CHAIN)
+@pytest.mark.parametrize("saved,loaded", some(CHAIN, CHAIN[:2]))
 def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, saved, loaded):
     """Bit for bit in model space, optimizer included; then along the same curve."""
     start = f"--load {archives('mixtral_fp32', 'initial')} --finetune --no-load-optim --no-load-rng"
@@ -145,17 +160,48 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, sav
     check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", load), first=6)
 
 
-@pytest.mark.parametrize(
-    "form,layout",
-    [
-        ("ep2_dp_reshardable", "single"),
-        ("single_fully_reshardable", "ep2"),
-        ("tp2ep2etp2_legacy", "pp2_ep2"),
-        ("ep2_nodistopt_legacy", "tp2_ep2_etp2"),
-    ],
-)
+FORMS = [
+    ("ep2_dp_reshardable", "single"),
+    ("ep2_nodistopt_legacy", "tp2_ep2_etp2"),
+    ("single_fully_reshardable", "ep2"),
+    ("tp2ep2etp2_legacy", "pp2_ep2"),
+]
+
+
+@pytest.mark.parametrize("form,layout", some(FORMS, FORMS[:2]))
 def test_what_megatron_saved_goes_on(pool, tmp_path, archives, form, layout):
     """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot do."""
     processes, flags = LAYOUTS[layout]
     load = f"--load {archives('mixtral_fp32', form)} --data-cache-path {tmp_path}"
     check("mixtral_fp32", pool.run(train, processes, "mixtral_fp32", f"{flags} {load}"), first=6)
+
+
+# What the golden models leave out: a dense layer, groups, the bias of the router, losses by sequence, loss by token.
+OTHER = (
+    "--moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 1e-2 2e-2 --moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --calculate-per-token-loss --no-load-rng"
+)
+
+
+@pytest.mark.parametrize("layout", some(["ep2", "tp2_ep2_etp1", "pp2_ep2"], {"tp2_ep2_etp1"}))
+def test_one_seed_one_curve_with_every_option(pool, tmp_path, layout):
+    """From one seed, saved on one process after five iterations; at the layout from there and from the start."""
+    cache = f"--data-cache-path {tmp_path / 'cache'}"
+    save = f"--save {tmp_path / 'saved'} --save-interval 5"
+    _, losses, norms, experts = pool.run(train, 1, "mixtral_fp32", f"{OTHER} {ZERO} {cache} {save}")[0]
+    processes, flags = LAYOUTS[layout]
+    flags = f"{flags} {OTHER} {cache}"
+    whole = pool.run(train, processes, "mixtral_fp32", flags)[0]
+    rest = pool.run(train, processes, "mixtral_fp32", f"{flags} --load {tmp_path / 'saved'} --ckpt-step 5")[0]
+    assert len(rest[1]) == 5
+    for ours, first in ((whole, 0), (rest, 5)):
+        assert ours[1] == pytest.approx(losses[first:], abs=5e-6)
+        assert ours[2] == pytest.approx(norms[first:], rel=1e-4)
+        for mine, theirs in zip(ours[3], experts[first:], strict=True):
+            assert mine.keys() == theirs.keys() and len(mine["load"]) == 1
+            for name in mine:
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
+    bias = read_whole(open_checkpoint(tmp_path / "saved"), "decoder.layers.1.mlp.router.expert_bias")
+    assert bias.abs().max() > 0 and torch.allclose(bias / 1e-3, (bias / 1e-3).round(), atol=1e-3)

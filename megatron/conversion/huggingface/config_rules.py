@@ -258,6 +258,7 @@ _LLAMA3 = {  # field of the scaling dictionary -> argument
 class Rope:
     """Base and scaling; of the scalings only llama3 is known, all five numbers are kept."""
 
+    partial: bool = False  # a part of each head may be rotated
     fields: tuple[str, ...] = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
     def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
@@ -270,7 +271,9 @@ class Rope:
         fraction = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
         if kind not in ("default", "llama3"):
             raise ValueError(f"config.json: rope type {kind!r} is not supported, only default and llama3 are")
-        if fraction != 1.0:
+        if self.partial:
+            args.setdefault("rotary_percent", float(fraction))
+        elif fraction != 1.0:
             raise ValueError(f"config.json: partial_rotary_factor = {fraction} is not supported, only 1.0 is")
         args.setdefault("rotary_base", float(theta))
         args.setdefault("use_rope_scaling", kind == "llama3")
@@ -291,7 +294,8 @@ class Rope:
 
     def write(self, config: TransformerConfig) -> Json:
         scaling = {"rope_type": "llama3"} | {field: getattr(config, name) for field, name in _LLAMA3.items()}
-        return {"rope_theta": config.rotary_base, "rope_scaling": scaling if config.use_rope_scaling else None}
+        part = {"partial_rotary_factor": config.rotary_percent} if self.partial else {}
+        return {"rope_theta": config.rotary_base, "rope_scaling": scaling if config.use_rope_scaling else None, **part}
 
 
 @dataclass(frozen=True)

@@ -236,20 +236,23 @@ def _without(rows: tuple[Row, ...], *endings: str) -> tuple[Row, ...]:
 
 
 _NO_BIAS = (Implied("add_bias_linear", False), Implied("add_qkv_bias", False))
-_LLAMA_RULES: tuple[Rule, ...] = (
+_GATED_RMS_RULES: tuple[Rule, ...] = (
     Copy("num_layers", ("num_hidden_layers",)),
     Copy("hidden_size", ("hidden_size",)),
     Copy("num_attention_heads", ("num_attention_heads",)),
     Copy("ffn_hidden_size", ("intermediate_size",)),
     Copy("max_position_embeddings", ("max_position_embeddings",), None),
-    Copy("norm_epsilon", ("rms_norm_eps",), 1e-6),
     GatedSilu(),
-    Rope(),
     Tied(False),
     Dropout("attention_dropout", ("attention_dropout",), 0.0),
-    Implied("hidden_dropout", 0.0),
     Implied("normalization", "RMSNorm"),
     Implied("position_embedding_type", "rope"),
+)
+_LLAMA_RULES = (
+    *_GATED_RMS_RULES,
+    Copy("norm_epsilon", ("rms_norm_eps",), 1e-6),
+    Rope(),
+    Implied("hidden_dropout", 0.0),
     Implied("rotary_percent", 1.0),
 )
 
@@ -267,6 +270,31 @@ MISTRAL = Family(
     "model.",
     _without(_LLAMA_ROWS, "q_layernorm.weight", "k_layernorm.weight", ".bias"),
     (*_LLAMA_RULES, QueryGroups(8), HeadDim(), *_NO_BIAS, MistralWindow(), Implied("qk_layernorm", False)),
+)
+_FUSED_ROWS = {
+    row.key: row
+    for row in (
+        Row(_LAYER + "self_attention.linear_qkv.weight", (_LLAMA_LAYER + "self_attn.qkv_proj.weight",), _thirds),
+        Row(_LAYER + "mlp.linear_fc1.weight", (_LLAMA_LAYER + "mlp.gate_up_proj.weight",)),
+    )
+}
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    "model.",
+    tuple(_FUSED_ROWS.get(row.key, row) for row in MISTRAL.rows),
+    (
+        *_GATED_RMS_RULES,
+        Copy("norm_epsilon", ("rms_norm_eps",), 1e-5),
+        Rope(partial=True),
+        Dropout("hidden_dropout", ("resid_pdrop", "embd_pdrop"), 0.0),
+        QueryGroups(None),
+        HeadDim(always=False),
+        *_NO_BIAS,
+        MistralWindow(default=None),
+        Implied("qk_layernorm", False),
+    ),
+    ("original_max_position_embeddings",),  # of a scaled rope
 )
 QWEN2 = Family(
     "qwen2",
@@ -327,6 +355,7 @@ MIXTRAL = Family(
         *_LLAMA_RULES,
         *_EXPERT_RULES,
         Copy("num_experts", ("num_local_experts",), None),
+        Copy("moe_ffn_hidden_size", ("intermediate_size",)),
         QueryGroups(8),
         HeadDim(),
         *_NO_BIAS,
@@ -449,7 +478,7 @@ BLOOM = Family(
     ),
 )
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2, BLOOM)
+FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2, BLOOM)
 
 
 def family_of(hf: Json) -> Family:

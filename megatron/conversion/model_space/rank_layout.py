@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -268,7 +269,9 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     for tp, pp in layout.ranks:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
         check_parameters(source.tensors, {p.key: p.global_shape for p in parameters}, source.description)
-        numels = {p.key: sum(torch.Size(box.shape).numel() for box in p.boxes) for p in parameters}
+        numels: Counter[str] = Counter()  # an expert is a part of its key
+        for parameter in parameters:
+            numels[parameter.key] += sum(math.prod(box.shape) for box in parameter.boxes)
         parts: dict[str, dict[str, int]] = {}
         for key, numel in numels.items():
             part = parts.setdefault(part_of(key), {"weights": 0, "optimizer": 0})

@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     map_keys,
 )
-from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, SaveReport, save, staging_for_waiting
+from megatron.core.dist_checkpointing.saving.commit import SaveReport
+from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, save, staging_for_waiting
 from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
 
 __all__ = [

@@ -83,8 +83,9 @@ def without_intermediate(first: Callable[[Tensor], Tensor], then: Callable[[Tens
     between, source = [first(x)], x.detach()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        same = between and saved.data_ptr() == between[0].data_ptr() and saved.numel() == between[0].numel()
-        return saved.shape if same else saved
+        if not between or saved.data_ptr() != between[0].data_ptr() or saved.numel() != between[0].numel():
+            return saved
+        return saved.shape if saved.is_contiguous() else saved  # in another order it is kept as it is
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):

@@ -18,7 +18,7 @@ _ROPE = {"position_embedding_type": "rope"}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")
-_MOE = {"has_experts": True}
+_DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
 
@@ -59,7 +59,7 @@ class TransformerConfig:
     """Width of the residual stream."""
     num_attention_heads: int = flag(0, decides="shapes")
     """Number of query heads."""
-    ffn_hidden_size: int | None = flag(None, decides="shapes")
+    ffn_hidden_size: int | None = flag(None, decides="shapes", when=_DENSE)
     """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to 64 with --swiglu."""
     group_query_attention: bool = flag(False)
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
@@ -383,8 +383,10 @@ def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:
 
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     """Whether a model with these values depends on `field`: the rotary base counts only with rotary positions."""
+    has_experts, freq = (values.get("num_experts") or 0) > 1, values.get("moe_layer_freq", 1)
     has = {
-        "has_experts": (values.get("num_experts") or 0) > 1,
+        "has_experts": has_experts,
+        "has_dense_layers": not has_experts or (0 in freq if isinstance(freq, list) else freq > 1),
         "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }

@@ -292,6 +292,8 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     }
     if config.parallel.sequence_parallel:
         split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
+    if 0 not in config.model.moe_layer_pattern:
+        del split["--ffn-hidden-size"]  # every layer has experts
     for name, value in split.items():
         if value % tp_size:
             yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"

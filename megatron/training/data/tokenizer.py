@@ -51,7 +51,7 @@ class TokenizerConfig:
     special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens", "--tiktoken-special-tokens")
     """Tokens that are added where the tokenizer lacks them, for HuggingFaceTokenizer, GPT2BPETokenizer and, with
     --legacy-tokenizer, SentencePieceTokenizer. TikTokenizer: its first tokens, <unk> <s> </s> among them."""
-    legacy_tokenizer: bool = flag(False, "--legacy-tokenizer", "--tokenizer-sentencepiece-legacy")
+    legacy_tokenizer: bool = flag(False)
     """SentencePieceTokenizer as Megatron-LM had it before 0.16: <CLS>, <SEP>, <EOD> and <MASK> are added to the pieces
     of the model, are read from text, and EOD is <EOD>."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))

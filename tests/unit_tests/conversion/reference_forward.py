@@ -80,15 +80,17 @@ class _Forward:
         return self.linear(context.reshape(batch, length, heads * head_dim), prefix + "linear_proj.")
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, g, q, d]; pairs are (i, i + d/2)."""
+        """[b, s, g, q, d]; pairs are (i, i + d/2) of the rotated part."""
         angles = torch.arange(x.shape[1]).double()[:, None] * self.frequencies()
         cos, sin = (f(angles)[:, None, None, :] for f in (torch.cos, torch.sin))
+        x, kept = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
         first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, kept], dim=-1)
 
     def frequencies(self) -> torch.Tensor:
         config = self.config
-        frequencies = config.rotary_base ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+        rotated = int(config.head_dim * config.rotary_percent)
+        frequencies = config.rotary_base ** -(torch.arange(0, rotated, 2).double() / rotated)
         if not config.use_rope_scaling:
             return frequencies
         turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)

@@ -194,7 +194,7 @@ class _Places(NamedTuple):
     widths: Sequence[int]
 
 
-class _Writer:
+class _PickleWriter:
     """The pickle as it grows, and the memo of who reads it."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class _Writer:
 
 def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
-    writer, tensors = _Writer(), metadata.tensors
+    writer, tensors = _PickleWriter(), metadata.tensors
     dcp, classes = dcp_classes()
     writer.add(b"\x80\4")
     writer.remember([*map(_plain, classes), *map(_text, _NAMES)])

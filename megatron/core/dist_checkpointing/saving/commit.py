@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -169,6 +170,29 @@ Rewrite = Callable[[Path, Progress], None]
 
 It calls its second argument now and then, with the bytes just written, so that the other ranks know that it works.
 """
+
+
+@dataclass
+class SaveReport:
+    """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
+    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint;
+    `superseded` says that another start has taken over the directory."""
+
+    directory: Path
+    error: str | None = None
+    superseded: bool = False
+    bytes: int = 0
+    total_bytes: int = 0
+    blocking: float = 0.0
+    staging: float = 0.0
+    writing: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        """Of all ranks together, from the call to the commit."""
+        return self.total_bytes / self.total / 1e9 if self.total else 0.0
 
 
 class PendingCheckpoint(NamedTuple):

@@ -31,7 +31,14 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint, Rewrite, SaveBarrier, open_store
+from megatron.core.dist_checkpointing.saving.commit import (
+    Outcome,
+    PendingCheckpoint,
+    Rewrite,
+    SaveBarrier,
+    SaveReport,
+    open_store,
+)
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.shard_file import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.staging import (
@@ -42,29 +49,6 @@ from megatron.core.dist_checkpointing.saving.staging import (
     bind_sources,
 )
 from megatron.core.dist_checkpointing.threads import Workers
-
-
-@dataclass
-class SaveReport:
-    """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
-    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint;
-    `superseded` says that another start has taken over the directory."""
-
-    directory: Path
-    error: str | None = None
-    superseded: bool = False
-    bytes: int = 0
-    total_bytes: int = 0
-    blocking: float = 0.0
-    staging: float = 0.0
-    writing: float = 0.0
-    commit: float = 0.0
-    total: float = 0.0
-
-    @property
-    def gb_per_second(self) -> float:
-        """Of all ranks together, from the call to the commit."""
-        return self.total_bytes / self.total / 1e9 if self.total else 0.0
 
 
 class _AroundCommit(NamedTuple):

@@ -101,6 +101,7 @@ SMALL = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 40, "num_hid
 SMALL |= {"num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.3}
 GPT2_SMALL = {"vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 40, "initializer_range": 0.3}
 BLOOM_SMALL = {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, "initializer_range": 0.3}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 
 MATRIX = {
@@ -114,6 +115,11 @@ MATRIX = {
     ),
     "mistral-window": ("Mistral", SMALL | {"num_key_value_heads": 3, "sliding_window": 7}),
     "mistral-no-window": ("Mistral", SMALL | {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": None}),
+    "phi3-gqa-window": ("Phi3", SMALL | {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0}),
+    "phi3-partial-rope-tied": (
+        "Phi3",
+        SMALL | {"rope_parameters": PARTIAL, "pad_token_id": 0, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    ),
     "qwen2-gqa": ("Qwen2", SMALL | {"num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen2-window-tied": ("Qwen2", SMALL | WINDOW | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     "qwen3-head-dim": ("Qwen3", SMALL | {"num_key_value_heads": 3, "head_dim": 20}),

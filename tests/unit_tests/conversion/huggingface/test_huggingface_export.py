@@ -137,7 +137,7 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
     [
         ({"position_embedding_type": "none"}, "no position_embedding_type = none"),
         ({"normalization": "LayerNorm"}, "no normalization = LayerNorm"),
-        ({"rotary_percent": 0.5}, "no rotary_percent = 0.5"),
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, "no (rotary_percent = 0.5|qk_layernorm = True)"),
         ({"rotary_interleaved": True}, "no rotary_interleaved = True"),
         ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
@@ -161,6 +161,7 @@ def test_models_that_transformers_lacks_are_refused(change: dict, reason: str, t
         ({"hf_model_type": "qwen2"}, "llama"),
         ({"window_size": (7, 0)}, "mistral"),
         ({"num_attention_heads": 6, "kv_channels": 8}, "mistral"),  # Llama's heads must divide the hidden size
+        ({"rotary_percent": 0.5}, "phi3"),
         ({"add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"add_bias_linear": True, "use_rope_scaling": True}, "llama"),

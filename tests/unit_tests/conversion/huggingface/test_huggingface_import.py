@@ -139,7 +139,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ),
         ({"logit_scale": 0.1, "no_rope_layers": [1]}, "--hf-ignore-fields logit_scale no_rope_layers"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; supported are llama, mistral, qwen2"),
+        ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification is no LlamaForCausalLM",

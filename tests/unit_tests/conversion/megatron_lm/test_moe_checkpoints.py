@@ -1,10 +1,13 @@
 """Models with experts in the files of Megatron-LM: every form holds the same state, and what we write is theirs."""
 
+import math
+
 import pytest
 
+from megatron.conversion.convert import Options, compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.rank_layout import Layout, plan_load
 from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import safe_load
 from tests.compare import assert_same, read_all
@@ -65,6 +68,24 @@ def test_the_legacy_files_we_write_are_megatrons(archive, tmp_path):
             assert got["args"].pop("model_vocab_size") == 288
             assert got["args"].pop("norm_epsilon") == 1e-5
         assert_equal(expected, got, path.name)
+
+
+def test_the_plan_of_a_load_counts_every_expert(archive):
+    source = open_checkpoint(archive("single_legacy"))
+    weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
+    (whole,) = plan_load(source, Layout.of(2, 1, 1))
+    assert whole.parameters == sum(math.prod(info.shape) for info in weights)
+    halves = plan_load(source, Layout.of(2, 2, 1))
+    experts = sum(math.prod(info.shape) for info in weights if len(info.shape) == 3)
+    assert all(half.parameters < whole.parameters - experts // 2 for half in halves)
+
+
+def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
+    """Mixtral by another name: the width of the dense layers that it does not have is none of its shape."""
+    source = open_checkpoint(archive("tp2ep2etp2_legacy"))
+    convert(archive("tp2ep2etp2_legacy"), tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+    convert(tmp_path / "hf", tmp_path / "back", "torch_dist")
+    assert compare(source, open_checkpoint(tmp_path / "back")) == 4 * WEIGHTS
 
 
 @pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2)])

@@ -109,6 +109,7 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "recompute_modules",
         "moe_router_bias_update_rate",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
