@@ -15,12 +15,16 @@ MOST = {  # the largest value that is left
     "--log-interval": 1,
     "--recompute-num-layers": 1,
     "--num-distributed-optimizer-instances": 1,
+    "--num-experts": 8,
+    "--expert-tensor-parallel-size": 1,
 }
 FIXED = {
     "--hidden-size": "32",
     "--num-attention-heads": "4",
     "--ffn-hidden-size": "48",
     "--kv-channels": "8",
+    "--moe-ffn-hidden-size": "24",
+    "--moe-shared-expert-intermediate-size": "24",
     "--seq-length": "16",
     "--max-position-embeddings": "16",
     "--lr": "1e-3",
@@ -35,7 +39,8 @@ _DROPPED = (
     "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters --lr-warmup-samples "
     "--lr-warmup-fraction --lr-wsd-decay-iters --lr-wsd-decay-samples --rampup-batch-size --global-batch-size "
     "--step-batch-size-schedule --eval-global-batch-size "
-    "--exit-interval --exit-duration-in-mins --num-layers --num-layers-per-virtual-pipeline-stage "
+    "--exit-interval --exit-duration-in-mins --num-layers --finetune --expert-model-parallel-size "
+    "--num-layers-per-virtual-pipeline-stage "
     "--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
     "--pipeline-model-parallel-layout --data-path --train-data-path --valid-data-path --test-data-path "
     "--data-args-path --per-split-data-args-path --data-cache-path --mock-data --tokenizer-type --tokenizer-model "
@@ -64,7 +69,10 @@ def shrunk(argv: Sequence[str], directory: Path, iterations: int = 4) -> tuple[l
             values = ["2"]
         kept += [name, *values]
     stages = sizes.get("--pipeline-model-parallel-size", 1)
-    world = sizes.get("--tensor-model-parallel-size", 1) * stages
+    tensor = sizes.get("--tensor-model-parallel-size", 1)
+    if any(word.startswith("--expert-model-parallel-size") for word in argv):
+        kept += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", str(tensor)]
+    world = tensor * stages
     replicas = 2 if world == 1 else 1
     kept += ["--num-layers", str(2 * stages), "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
     kept += ["--train-iters", str(iterations), "--save", str(directory), "--load", str(directory)]

@@ -6,9 +6,7 @@ of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et
     function                     forward                       backward
     copy_to_tensor_parallel      identity                      all-reduce
     reduce_from_tensor_parallel  all-reduce                    identity
-    scatter_to_tensor_parallel   own part of the last dim      all-gather along the last dim
     gather_from_tensor_parallel  all-gather along the last dim own part of the last dim
-    scatter_to_sequence          own part of the sequence      all-gather along the sequence
     gather_from_sequence         all-gather along the sequence reduce-scatter along the sequence
     reduce_scatter_to_sequence   reduce-scatter                all-gather along the sequence
     exchange_sequence_for_heads  all-to-all                    all-to-all back
@@ -93,11 +91,6 @@ def _reduce_scatter_sequence(whole: Tensor, tp: Axis) -> Tensor:
     return start_sequence_reduce_scatter(whole, tp).wait()
 
 
-def _slice_sequence(whole: Tensor, tp: Axis) -> Tensor:
-    part = _sequence_part(whole, tp)
-    return whole[tp.rank * part : (tp.rank + 1) * part].clone()
-
-
 def _all_gather_last(part: Tensor, tp: Axis) -> Tensor:
     stacked = start_sequence_all_gather(part.unsqueeze(0), tp).wait()  # [tp, ..., part]
     return stacked.movedim(0, -2).reshape(*part.shape[:-1], -1)
@@ -155,19 +148,9 @@ def reduce_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
     return _conjugate(tensor, tp, _all_reduce, _identity)
 
 
-def scatter_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
-    """Keep this rank's part of the last dimension."""
-    return _conjugate(tensor, tp, _slice_last, _all_gather_last)
-
-
 def gather_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
     """Join the parts of the last dimension; what follows is the same on all ranks."""
     return _conjugate(tensor, tp, _all_gather_last, _slice_last)
-
-
-def scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
-    """Keep this rank's part of the sequence; what precedes is the same on all ranks."""
-    return _conjugate(tensor, tp, _slice_sequence, _all_gather_sequence)
 
 
 def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:

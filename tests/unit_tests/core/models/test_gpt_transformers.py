@@ -68,6 +68,10 @@ CASES = {
         {**OURS_LLAMA, "add_bias_linear": True, "untie_embeddings_and_output_weights": False},
     ),
     "mistral_window": (transformers.MistralConfig(**LLAMA, sliding_window=7), {**OURS_LLAMA, "window_size": (6, 0)}),
+    "phi3": (
+        transformers.Phi3Config(**LLAMA, **HALF_ROTATED, sliding_window=7, pad_token_id=0),
+        {**OURS_LLAMA, "rotary_percent": 0.5, "window_size": (6, 0), "norm_epsilon": 1e-5},
+    ),
     "qwen2": (
         transformers.Qwen2Config(**{k: v for k, v in LLAMA.items() if k != "head_dim"}),
         {**OURS_LLAMA, "add_qkv_bias": True},
@@ -150,6 +154,10 @@ def llama_weights(hf, config):
             if attention + f"q_proj.{kind}" in hf:
                 q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
                 weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(q, k, v, groups, d)
+            if attention + f"qkv_proj.{kind}" in hf:
+                rows = (config.num_attention_heads * d, groups * d, groups * d)
+                qkv = interleaved(*hf[attention + f"qkv_proj.{kind}"].split(rows), groups, d)
+                weights[ours + f"self_attention.linear_qkv.{kind}"] = qkv
             if attention + f"o_proj.{kind}" in hf:
                 weights[ours + f"self_attention.linear_proj.{kind}"] = hf[attention + f"o_proj.{kind}"]
             if mlp + f"gate_proj.{kind}" in hf:
