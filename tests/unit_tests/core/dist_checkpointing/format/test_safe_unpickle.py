@@ -301,3 +301,8 @@ def test_a_signal_of_python_3_10() -> None:
     assert loaded == signal.SIGTERM and type(loaded) is int
     with pytest.raises(CheckpointError):
         safe_loads(b"\x80\x02csignal\nSIGTERM\n}U\x01xNsb.", "here")
+
+
+def test_a_path_of_python_3_13() -> None:
+    loaded = safe_loads(b"\x80\x02cpathlib._local\nPosixPath\nX\x01\x00\x00\x00a\x85R.", "here")
+    assert loaded == pathlib.PurePosixPath("a")
