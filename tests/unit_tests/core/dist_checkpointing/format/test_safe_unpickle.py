@@ -63,7 +63,7 @@ HONEST = {
     ],
     "namespace": argparse.Namespace(lr=0.1, nested=argparse.Namespace(betas=(0.9, 0.95)), dtype=torch.bfloat16),
     "ordered": collections.OrderedDict(b=1, a=collections.OrderedDict(x=torch.ones(2))),
-    "signal": signal.SIGTERM,
+    "signal": signal.SIGTERM if sys.version_info >= (3, 11) else int(signal.SIGTERM),  # see the test of 3.10
     "time": datetime.timedelta(minutes=3),
     "sizes": [torch.Size([2, 3]), torch.device("cpu")],
 }
