@@ -179,7 +179,8 @@ class ExpertAxes:
     """ETP x EP, ETP fastest: all experts of a layer."""
     tokens: tuple[Axis, ...] = ()
     """Those over whose ranks the tokens of a micro batch are split."""
-    dp: Axis = Axis()
+    everyone: tuple[Axis, ...] = ()
+    """Those over whose ranks the tokens of a step are split."""
 
     @property
     def token_ranks(self) -> int:
@@ -228,7 +229,7 @@ class ParallelState:
 
     @property
     def expert_axes(self) -> ExpertAxes:
-        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), self.dp)
+        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), (self.tp, self.dp_cp))
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""

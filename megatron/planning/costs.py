@@ -149,7 +149,7 @@ def _expert_parallel(
     passes = run.num_microbatches * (2 * layers + min(again, layers))
     if model.moe_token_dispatcher_type == "alltoall":
         rows = passes * 2 * model.moe_router_topk * ps.etp.size * activations.residual
-        return Traffic(size, all_gather=rows)  # a rank keeps one part in `size` of what it sends
+        return Traffic(size, all_to_all=rows)
     whole = passes * size * activations.residual
     return Traffic(size, all_gather=whole, reduce_scatter=whole)
 

@@ -3,7 +3,8 @@
 Boxes of safetensors files are read without mapping the file, and files are written as a stream.
 Format (https://github.com/huggingface/safetensors): u64 length of the header, the header as JSON
 `{name: {"dtype", "shape", "data_offsets"}}`, then the row-major data. Memory is one piece of one tensor both ways:
-mapped pages would count as resident, and the library's writer wants all tensors of a file at once.
+mapped pages would count as resident, and the library's writer wants all tensors of a file at once. Its `get_slice` was
+measured for the reader: rows came at a tenth of the speed.
 """
 
 from __future__ import annotations

@@ -96,6 +96,8 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         args["num_query_groups"] = args.get("num_attention_heads")
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
+    if isinstance(args.get("num_experts"), list | tuple):
+        raise CheckpointError(f"{where}: num_experts is {args['num_experts']}, but must be a whole number")
     refuse_unsupported_model(args, where)
     return args
 

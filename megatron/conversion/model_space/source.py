@@ -78,6 +78,7 @@ def _check_of(kind: Any) -> Check:
 _MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}
 _RUN: dict[str, Check] = {
     "num_layers?": optional(LAYERS),
+    "num_experts?": optional(_check_of(int | list[int])),  # Megatron-DeepSpeed has a list
     "rotary_base?": optional(number(1, 1e15)),
     "consumed_train_samples?": optional(COUNT),
     "consumed_valid_samples?": optional(COUNT),

@@ -23,7 +23,7 @@ from megatron.core.transformer.attention_mask import AttentionMask
 _aten = torch.ops.aten
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable without importing the compiler, which takes as long as torch itself
 def blockwise_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, masked: Tensor | None, cp: Axis, comm_type: str
 ) -> Tensor:

@@ -374,6 +374,7 @@ SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("copyreg", "_reconstructor"): Function(_reconstructor),
     ("_codecs", "encode"): Function(_encode),
     ("signal", "Signals"): _of(signal.Signals, int),
+    **{("signal", member.name): int(member) for member in signal.Signals},  # how Python 3.10 writes a member
     ("datetime", "timedelta"): _of(datetime.timedelta, int, float),
     ("datetime", "datetime"): _of(datetime.datetime, int, bytes, str),
     **{

@@ -49,7 +49,12 @@ from megatron.core.dist_checkpointing.format.schema import (
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, Budget, FileStorage
 
-_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "numpy._core.multiarray": "numpy.core.multiarray"}
+_OTHER_MODULES = {  # of other versions of Python and numpy
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "numpy._core.multiarray": "numpy.core.multiarray",
+    "pathlib._local": "pathlib",
+}
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
 _MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
 _UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
@@ -74,7 +79,7 @@ class _Unpickler(pickle.Unpickler):
         return known
 
     def _find(self, module: str, name: str) -> Any:
-        module = _OLD_MODULES.get(module, module)
+        module = _OTHER_MODULES.get(module, module)
         if module.startswith("torch.cuda"):
             module = "torch"  # `torch.cuda.FloatStorage`: where the tensor lived does not matter
         if (module, name) in SAFE_GLOBALS:

@@ -26,7 +26,7 @@ def finish_step(of_rank: Sequence[TopKRouter]) -> None:
         return
     axes = of_rank[0].axes
     loads = torch.stack([router.recorded["tokens_per_expert"] for router in of_rank])
-    for axis in (*axes.tokens, axes.dp):
+    for axis in axes.everyone:
         if axis.size > 1:
             dist.all_reduce(loads, group=axis.group)
     for router, load in zip(of_rank, loads.float(), strict=True):

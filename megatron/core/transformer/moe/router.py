@@ -139,9 +139,10 @@ class TopKRouter(MegatronModule):
             means = scores.view(-1, batch, self.num_experts).sum(0)
             products = (means * counts).sum() / batch
         else:
-            counts = _summed(counts.sum(0), *self.axes.tokens)
+            spread = self.axes.everyone if kind == "global_aux_loss" else self.axes.tokens
+            counts = _summed(counts.sum(0), *spread)
             if kind == "global_aux_loss":
-                counts = self._mean_over_microbatches(_summed(counts, self.axes.dp))
+                counts = self._mean_over_microbatches(counts)
             products = (scores.sum(0) * counts).sum()
         return products * (self.num_experts / (self.config.moe_router_topk * num_tokens**2))
 

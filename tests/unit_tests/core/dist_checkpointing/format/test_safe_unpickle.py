@@ -293,3 +293,16 @@ def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
         assert not is_mapped()
     finally:
         gc.enable()
+
+
+def test_a_signal_of_python_3_10() -> None:
+    """Its members are pickled by their names. What comes back has no attributes that a pickle could set."""
+    loaded = safe_loads(b"\x80\x02csignal\nSIGTERM\n.", "here")
+    assert loaded == signal.SIGTERM and type(loaded) is int
+    with pytest.raises(CheckpointError):
+        safe_loads(b"\x80\x02csignal\nSIGTERM\n}U\x01xNsb.", "here")
+
+
+def test_a_path_of_python_3_13() -> None:
+    loaded = safe_loads(b"\x80\x02cpathlib._local\nPosixPath\nX\x01\x00\x00\x00a\x85R.", "here")
+    assert loaded == pathlib.PurePosixPath("a")
