@@ -63,7 +63,9 @@ class Generation(NamedTuple):
                 claim.mkdir(exist_ok=True)
                 write_flushed(claim / _OWNER, json.dumps(content).encode())
                 os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
-                break
+                if max(_generations(root), default=0) == generation.number:
+                    break
+                os.rename(generation.directory, claim)  # faster starts had taken this number, and later ones
             except OSError as error:  # another start took this number, or has cleared our claim away
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) or not root.is_dir():
                     remove(claim)

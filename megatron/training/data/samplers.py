@@ -12,6 +12,8 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,7 +226,16 @@ class DataIterator:
 
 def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
     """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
-    end when the training process closes them (or is gone, which torch's worker loop watches)."""
+    end when the training process closes them, or is gone.
+
+    torch's worker loop ends then, too, but its process waits until its last batches have been read, and workers that
+    were started later hold the pipe open: large batches would keep all of them for ever.
+    """
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
     def on_terminate(signum: int, frame: object) -> None:
         if stop.is_set():
@@ -232,6 +243,5 @@ def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
 
     for number in WORKER_SIGNALS:
         signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
-    if os.getppid() != parent:  # killed meanwhile; torch's watchdog, which starts now, would watch the wrong process
-        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,21 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
         ".generation-0000008",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, monkeypatch):
+    """It has read the numbers, and then two others start before it makes its claim."""
+    faster, make = [], Path.mkdir
+
+    def slowly(path, *args, **options):
+        monkeypatch.setattr(Path, "mkdir", make)
+        faster.extend(Generation.take(tmp_path, {}) for _ in range(2))
+        make(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", slowly)
+    slow = Generation.take(tmp_path, {})
+    assert [generation.number for generation in (*faster, slow)] == [1, 2, 3]
+    assert [generation.is_current() for generation in (*faster, slow)] == [False, False, True]
 
 
 def test_generations_go_on_from_the_checkpoints_where_a_directory_was_copied(tmp_path):

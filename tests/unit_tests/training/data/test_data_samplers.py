@@ -21,12 +21,12 @@ GOLDEN = ROOT / "tests" / "golden" / "megatron_lm"
 
 
 class Numbers:
-    """Sample i is the number i."""
+    """Sample i is the number i, as often as wanted."""
 
     fingerprint = "numbers"
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, width=1):
+        self.size, self.width = size, width
 
     def __len__(self):
         return self.size
@@ -34,7 +34,7 @@ class Numbers:
     def __getitem__(self, index):
         if not 0 <= index < self.size:
             raise IndexError(index)
-        return {"tokens": np.array([index])}
+        return {"tokens": np.full(self.width, index)}
 
 
 def consume(dataset, iterations, consumed, micro_batch_size, dp_size, global_batch_size, config):
@@ -153,18 +153,24 @@ def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
 SCRIPT = """
     from tests.unit_tests.training.data.test_data_samplers import Numbers
     from megatron.training.data.samplers import DataIterator, DataLoaderConfig
-    iterator = DataIterator(Numbers(10_000), 0, 1, DataLoaderConfig(num_workers=2))
-    print(next(iterator)["tokens"].item(), flush=True)
+    iterator = DataIterator(Numbers(10_000, {width}), 0, 1, DataLoaderConfig(num_workers=2))
+    print(next(iterator)["tokens"][0, 0].item(), flush=True)
     {end}
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), ("raise RuntimeError('stop')", 1), ("import time; time.sleep(60)", -9)]
+    ("end", "code", "width"),
+    [
+        ("pass", 0, 1),
+        ("raise RuntimeError('stop')", 1, 1),
+        ("import time; time.sleep(60)", -9, 1),
+        ("import time; time.sleep(60)", -9, 100_000),  # batches that fill the pipe, which nobody reads any more
+    ],
 )
-def test_no_worker_outlives_the_training_process(end, code):
-    script = textwrap.dedent(SCRIPT).format(end=end)
+def test_no_worker_outlives_the_training_process(end, code, width):
+    script = textwrap.dedent(SCRIPT).format(end=end, width=width)
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
