@@ -115,7 +115,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 def has_grouped_kernel(x: Tensor) -> bool:
     """Whether torch runs all products of a group in one kernel; elsewhere it loops, as we do, and slower."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
 def grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:

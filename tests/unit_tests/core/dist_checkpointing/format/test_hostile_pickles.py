@@ -4,6 +4,7 @@ Each payload runs in a process of its own, whose memory and processor time the k
 no exception.
 """
 
+import gc
 import io
 import os
 import pickle
@@ -122,8 +123,10 @@ PAYLOADS = {
 def outcome(function, payload: bytes) -> str:
     """What `function(payload)` did in a child process: "refused", "loaded", a traceback, or how the process died."""
     reader, writer = os.pipe()
+    gc.collect()  # what earlier tests have left: its threads are not in the child, which must not collect it
     child = os.fork()
     if child == 0:
+        gc.freeze()
         status = "no answer"
         try:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
