@@ -34,7 +34,7 @@ setup(
         "plots": ["matplotlib>=3.8,<4"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]
-        + ["pybind11>=2.13", "setuptools>=70"],
+        + ["pybind11>=2.13", "setuptools>=70", "tiktoken>=0.7,<1"],
     },
     ext_modules=[
         Pybind11Extension(

@@ -14,7 +14,6 @@ from megatron.planning.run_plan import plan_run
 from megatron.training.reporting.summary import run_shape
 from tests import ROOT
 from tests.compare import assert_same
-from tests.live_tensors import LiveTensors
 from tests.torch_versions import of_current_torch
 from tests.training_harness import (
     COMMON,
@@ -64,38 +63,36 @@ def test_resuming_is_bitwise(pool, device, save, tmp_path):
     assert_same(whole(resumed), whole(uninterrupted))
 
 
-def test_compiled_layers(pool, device):
-    (eager,) = pool.run(outcome, 1, f"--device {device}")
-    (compiled,) = pool.run(outcome, 1, f"--device {device} --compile", timeout=300)
+@pytest.mark.gpu
+def test_compiled_layers(pool):
+    """On the CPU: `test_compile.py`."""
+    (eager,) = pool.run(outcome, 1, "--device cuda")
+    (compiled,) = pool.run(outcome, 1, "--device cuda --compile", timeout=300)
     assert compiled.measured.losses == pytest.approx(eager.measured.losses, rel=1e-4)
 
 
 def peak_of_a_run(rank, world_size, flags):
-    """Most bytes of tensors on the device: as its allocator says, on the CPU as they are seen to come and go."""
-    seen, forward_passes = LiveTensors(), []
+    """Most bytes of tensors on the device, as its allocator says."""
+    forward_passes = []
 
     def step(chunk, batch, activation):
         if not forward_passes:  # what building the model took is over
-            seen.reset()
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()
         forward_passes.append(True)
         return forward_step(chunk, batch, activation)
 
     config = parse_args((COMMON + flags).split(), world_size)
-    if config.distributed.device == "cuda":
-        before = torch.cuda.memory_allocated()
-        pretrain(config, model_provider, datasets_provider, step)
-        return torch.cuda.max_memory_allocated() - before
-    with seen:
-        pretrain(config, model_provider, datasets_provider, step)
-    return seen.peak
+    before = torch.cuda.memory_allocated()
+    pretrain(config, model_provider, datasets_provider, step)
+    return torch.cuda.max_memory_allocated() - before
 
 
 @of_current_torch
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_memory_is_as_planned(pool, device, precision):
-    flags = f"{FLAGS}{LLAMA}--device {device} {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
+def test_memory_is_as_planned(pool, precision):
+    """On the CPU: `test_run_plan.py`."""
+    flags = f"{FLAGS}{LLAMA}--device cuda {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
     config = parse_args((COMMON + flags).split(), 1)
     config.set_vocab_size(61)
     planned = plan_run(run_shape(config, 1, model_provider), 1).stages[0].memory.total

@@ -57,13 +57,13 @@ class Generation(NamedTuple):
         content = {"token": token, "since": datetime.now(timezone.utc).isoformat(timespec="seconds"), **owner}
         claim = root / f"{_CLAIM}{token}"
         while True:
-            numbers = [0, *_generations(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
+            numbers = [_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
             generation = cls(root, max(numbers) + 1, token)
             try:
                 claim.mkdir(exist_ok=True)
                 write_flushed(claim / _OWNER, json.dumps(content).encode())
                 os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
-                if max(_generations(root), default=0) == generation.number:
+                if _newest(root) == generation.number:
                     break
                 os.rename(generation.directory, claim)  # faster starts had taken this number, and later ones
             except OSError as error:  # another start took this number, or has cleared our claim away
@@ -91,7 +91,7 @@ class Generation(NamedTuple):
         """Raises SupersededError if another start has taken over."""
         if not self.root.is_dir() or self.is_current():
             return
-        newest = max(_generations(self.root), default=0)
+        newest = _newest(self.root)
         if newest <= self.number:
             return  # the directory was damaged, not taken over
         owner = _owner(self.root / f"{_GENERATION}{newest:07d}")
@@ -121,23 +121,35 @@ class Generation(NamedTuple):
         return aside
 
     def _revoke_older(self) -> None:
-        for number in _generations(self.root):
-            if number < self.number:
-                old = self.root / f"{_GENERATION}{number:07d}"
-                with contextlib.suppress(FileNotFoundError):  # another start was faster
-                    os.rename(old, self.root / f"{_REVOKED}{number:07d}-{self.token}")
+        older = [number for number in _generations(self.root) if number < self.number]
+        names = [f"{_GENERATION}{number:07d}" for number in older]
+        names += [path.name for path in self.root.glob(f"{_CLAIM}*")]
+        for name in names:  # renamed before they are emptied: an empty generation could be taken by a rename
+            with contextlib.suppress(FileNotFoundError):  # another start was faster
+                os.rename(self.root / name, self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}")
         fsync_directory(self.root)
-        for claim in self.root.glob(f"{_CLAIM}*"):
-            remove(claim)
         for revoked in sorted(self.root.glob(f"{_REVOKED}*")):
-            for path in revoked.glob(f"{REPLACED}*"):
-                restore_replaced(path, self.root)
+            with contextlib.suppress(FileNotFoundError):  # likewise
+                for path in revoked.glob(f"{REPLACED}*"):
+                    restore_replaced(path, self.root)
             remove(revoked)
 
 
 def _generations(root: Path) -> list[int]:
     names = [path.name.removeprefix(_GENERATION) for path in root.glob(f"{_GENERATION}*")]
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def _newest(root: Path) -> int:
+    """The highest generation, or 0.
+
+    A listing of a directory that changes meanwhile can miss both the generation that is left and the one that is taken
+    instead. Numbers only rise, so whoever then asks for them one by one, in rising order, meets the one that is there.
+    """
+    newest = max(_generations(root), default=0)
+    while ahead := [n for n in range(newest + 1, newest + 17) if (root / f"{_GENERATION}{n:07d}").exists()]:
+        newest = ahead[-1]
+    return newest
 
 
 def _owner(generation: Path) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 
 
 def fill(model: GPTModel, source: Source, main: bool = False) -> None:
+    for param in model.parameters():
+        torch.nn.init.zeros_(param)  # rows of padding, which no box covers
     for key, entry in model.sharded_state_dict().items():
         assert isinstance(entry, ShardedTensor) and source.tensors[key].shape == entry.global_shape
         for box in entry.boxes:

@@ -190,7 +190,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
 
     gpt_dataset.build_gpt_index = counted("built", build_gpt_index)
     index_cache.digest_of_array = counted("hashed", digest_of_array)
-    socket.gethostname = lambda: hosts[rank]
+    gethostname, socket.gethostname = socket.gethostname, lambda: hosts[rank]
 
     def build(verify):
         config = GPTDatasetConfig(
@@ -202,6 +202,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         datasets = one_rank_per_node_first(build, needs_data[rank])
     finally:
         gpt_dataset.build_gpt_index, index_cache.digest_of_array = build_gpt_index, digest_of_array
+        socket.gethostname = gethostname
     tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
     return counts["built"], counts["hashed"], tokens
 

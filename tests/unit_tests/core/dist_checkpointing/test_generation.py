@@ -116,15 +116,16 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         taken = list(threads.map(lambda number: Generation.take(tmp_path, {"pid": number}), range(8)))
     taken.sort(key=lambda generation: generation.number)
-    assert [generation.number for generation in taken] == list(range(1, 9))
+    newest = taken[-1].number
+    assert len({generation.number for generation in taken}) == 8 and newest >= 8, "some may have been given up"
     assert [generation.is_current() for generation in taken] == [False] * 7 + [True]
     for generation in taken[:-1]:
-        with pytest.raises(SupersededError, match=r"generation 8: since .*, pid \d"):
+        with pytest.raises(SupersededError, match=rf"generation {newest}: since .*, pid \d"):
             generation.move_tracker(5)
     taken[-1].move_tracker(7)
     assert read_tracker(tmp_path) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".generation-0000008",
+        f".generation-{newest:07d}",
         "latest_checkpointed_iteration.txt",
     ]
 
