@@ -194,7 +194,7 @@ class ParallelState:
 
     Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
     same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
-    fastest). Over `dp` alone go only the loads of experts.
+    fastest). Nothing is exchanged over `dp` alone, so it has no group of its own; with one rank of `cp` it is `dp_cp`.
     `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
     stage (tied embeddings), and is of size 1 on the stages between.
 
@@ -251,7 +251,7 @@ class ParallelState:
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most seven groups (eleven with experts) whatever the size of the world. NCCL's
+        A rank takes part in at most six groups (ten with experts) whatever the size of the world. NCCL's
         communicators are split off that of the world, all of an axis in one call; other groups are made by their
         members alone.
         """
@@ -262,8 +262,8 @@ class ParallelState:
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
-            if name == "dp" and config.cp_size == 1:
-                continue  # it is dp_cp
+            if name == "dp":
+                continue
             if everyone is not None:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:

@@ -1,4 +1,4 @@
-"""These tests run on the CPU too, where they hold the code against itself; with the mark `gpu` on a CUDA device."""
+"""Tests of a `device` run on the CPU too, where they hold the code against itself; marked `gpu`, on a CUDA device."""
 
 import pytest
 

@@ -55,7 +55,7 @@ def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
         start = 0
         while size + len(part) - start >= BLOCK_SIZE:
             end = start + BLOCK_SIZE - size
-            yield b"".join([*gathered, memoryview(part)[start:end]])
+            yield b"".join([*gathered, part[start:end]])
             gathered, size, start = [], 0, end
         gathered.append(part[start:])
         size += len(part) - start
