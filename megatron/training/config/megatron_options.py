@@ -71,9 +71,9 @@ def _read_table() -> dict[str, MegatronOption]:
     table = {}
     for line in text.splitlines():
         if not line.startswith("#"):
-            name, words, defaults, group, *judged = line.split("\t")
-            harmless = [tuple(values.split(" | ")) for values in judged[2:]]
-            table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, *judged[:2], *harmless)
+            name, words, defaults, group, here, why, harmless = (line.split("\t") + [""] * 3)[:7]
+            values = tuple(harmless.split(" | ")) if harmless else ()
+            table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, here, why, values)
     return table
 
 
