@@ -20,6 +20,60 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 
+class CoreAttention(MegatronModule):
+    """Softmax of scores, times values: heads are split over TP, positions over `cp`, which says what is exchanged.
+
+    `scale` multiplies the scores; None means 1 / sqrt(d).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.rng, self.cp, self.scale = config, rng, cp, scale
+        heads = cp.head_axis
+        self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
+        if self.config.recomputes("core_attn") and self.training:
+            return checkpoint(self._attend, self.rng, query, key, value, attention_mask)
+        return self._attend(query, key, value, attention_mask)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        length, batch = query.shape[:2]
+        split_over = self.cp.attention_axis
+        # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
+        q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.config.attention_dropout if self.training else 0.0
+        if split_over.size > 1:
+            assert dropout == 0.0, "the kernels that give a log-sum-exp have no dropout on every device"
+            exchange = (split_over, self.cp.comm_type)
+            context = blockwise_attention(q, k, v, self.mask, attention_mask, *exchange, scale=self.scale)
+        elif dropout == 0.0:
+            context = self._sdpa(q, k, v, attention_mask, 0.0)
+        else:
+            with self.rng.fork():
+                context = self._sdpa(q, k, v, attention_mask, dropout)
+        return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float) -> Tensor:
+        mask = self.mask(q.shape[2], attention_mask, q.dtype, q.device)
+        grouped = q.shape[1] > k.shape[1]
+        if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            grouped = False
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
+
+
 class SelfAttention(MegatronModule):
     """Query groups are split over TP: a rank has whole groups, each some query heads with their key and value head.
 
@@ -38,7 +92,7 @@ class SelfAttention(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.rng, self.cp = config, rng, cp
+        self.config, self.cp = config, cp
         self.groups = divide(config.query_groups, tp.size, "query groups over the tensor-parallel ranks")
         self.queries_per_group = config.num_attention_heads // config.query_groups
         head_dim, dtype = config.head_dim, config.params_dtype
@@ -70,12 +124,11 @@ class SelfAttention(MegatronModule):
             self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
             self.k_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
         self.rotary = RotaryTables(config, cp.attention_axis) if config.position_embedding_type == "rope" else None
-        heads = cp.head_axis
-        self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size))
+        self.core_attention = CoreAttention(config, tp=tp, rng=rng, cp=cp)
 
     def share_tables(self, other: SelfAttention) -> None:
         """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.rotary, self.mask = other.rotary, other.mask
+        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden.
@@ -94,38 +147,8 @@ class SelfAttention(MegatronModule):
                 query, key = rotate(query, rotary), rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
-        if self.config.recomputes("core_attn") and self.training:
-            context = checkpoint(self._attend, self.rng, query, key, value, attention_mask)
-        else:
-            context = self._attend(query, key, value, attention_mask)
+        context = self.core_attention(query, key, value, attention_mask)
         return self.linear_proj(self.cp.to_sequence(context))
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """`[s, b, g, heads, d]` each; returns `[s, b, heads/tp * d]`."""
-        length, batch = query.shape[:2]
-        split_over = self.cp.attention_axis
-        # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
-        q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
-        dropout = self.config.attention_dropout if self.training else 0.0
-        if split_over.size > 1:
-            assert dropout == 0.0, "the kernels that give a log-sum-exp have no dropout on every device"
-            context = blockwise_attention(q, k, v, self.mask, attention_mask, split_over, self.cp.comm_type)
-        elif dropout == 0.0:
-            context = self._sdpa(q, k, v, attention_mask, 0.0)
-        else:
-            with self.rng.fork():
-                context = self._sdpa(q, k, v, attention_mask, dropout)
-        return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
-
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float) -> Tensor:
-        mask = self.mask(q.shape[2], attention_mask, q.dtype, q.device)
-        grouped = self.queries_per_group > 1
-        if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
-            k, v = (x.repeat_interleave(self.queries_per_group, dim=1) for x in (k, v))
-            grouped = False
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
-        )
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
