@@ -23,26 +23,27 @@ def some_iterations(job, count):
     job.until(lambda: len(job.iterations()) > count, f"iteration {count}")
 
 
-def anywhere(job, root, rng):
-    """At any moment from the start of the program on, 20 iterations later at most."""
+def anywhere(job, root, interval, rng):
+    """At any moment from the start of the program on, 8 saves later at most."""
     end = time.monotonic() + rng.uniform(0, 0.6)
-    job.until(lambda: time.monotonic() > end or len(job.iterations()) >= 20)
+    job.until(lambda: time.monotonic() > end or len(job.iterations()) >= 8 * interval)
 
 
-def while_training(job, root, rng):
-    """At any moment of an iteration."""
-    some_iterations(job, rng.randrange(10))
+def while_training(job, root, interval, rng):
+    """At any moment of an iteration, with a save behind it."""
+    job.until(job.saved, "a save")
+    some_iterations(job, len(job.iterations()) + rng.randrange(3 * interval))
     time.sleep(rng.uniform(0, 0.02))
 
 
-def while_writing(job, root, rng):
+def while_writing(job, root, interval, rng):
     """In the middle of a save: its shards are being written, or it is being committed."""
-    some_iterations(job, rng.randrange(5))
+    some_iterations(job, rng.randrange(4))
     job.until(lambda: next(root.glob(".generation-*/saving-*"), None), "a save")
     time.sleep(rng.uniform(0, 0.01))
 
 
-def while_removing(job, root, rng):
+def while_removing(job, root, interval, rng):
     """In the middle of the removal of an old checkpoint."""
     job.until(lambda: next(root.glob(".generation-*/deleting-*"), None), "a removal")
 
@@ -55,7 +56,7 @@ def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
     least, resumed = 0, []
     for number in range(kills):
         job = launcher.start(world_size, f"{flags} --save {root} --load {root}")
-        MOMENTS[number % len(MOMENTS)](job, root, rng)
+        MOMENTS[number % len(MOMENTS)](job, root, interval, rng)
         job.kill(*rng.choice(victims))
         time.sleep(rng.uniform(0, 0.1))  # the others go on for a moment, until the launcher ends them
         job.kill()
@@ -79,7 +80,7 @@ def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
 
 
 def run(launcher, root, kills, world_size, layout, interval, victims, seed):
-    iterations = 14 * kills
+    iterations = (4 + 5 * interval) * kills  # more than all of the killed starts reach
     flags = MODEL.format(interval=interval, iterations=iterations) + " " + layout
     rng = random.Random(seed)
     resumed = crash(launcher, root / "crashed", world_size, flags, interval, kills, victims, rng)

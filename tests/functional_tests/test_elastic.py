@@ -15,7 +15,7 @@ from tests.compare import assert_same
 from tests.functional_tests.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
 from tests.training_harness import COMMON, LAYOUTS, LLAMA
 
-FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 60 --save-interval 3 "
+FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 30 --save-interval 3 "
 ROUNDING = 1e-5
 
 
@@ -82,7 +82,7 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
         logged.setdefault(int(iteration), set()).add(float(loss))
     _, expected, directory = undisturbed
     assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
-    final = "iter_0000060"
+    final = "iter_0000030"
     assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
 
@@ -99,17 +99,17 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
         world_size, layout_flags = {"single": (1, ""), **LAYOUTS}[layout]
         job: Job = launcher.start(world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}")
         if number < len(layouts) - 1:
-            job.until_iteration(12 * (number + 1))
+            job.until_iteration(8 * (number + 1))
             job.kill(world_size - 1)
             job.kill()
             assert -signal.SIGKILL in job.wait()
         else:
             job.succeed()
         if number:
-            assert job.resumed_at() >= 12 * number - 6
+            assert job.resumed_at() >= 8 * number - 6
         losses |= job.losses()
     expected = undisturbed[0]
-    assert sorted(losses) == sorted(expected) == list(range(1, 61))
+    assert sorted(losses) == sorted(expected) == list(range(1, 31))
     assert losses == pytest.approx(expected, rel=ROUNDING)
 
 

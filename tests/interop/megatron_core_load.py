@@ -41,7 +41,7 @@ class CpuForCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("device") == "cuda":
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
@@ -60,9 +60,9 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults | {"bias_correction": True})
 
 
-def stand_in_for_cuda() -> None:
-    CpuForCuda().__enter__()
-    mcore_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+def stand_in_for_cuda(mode: type[CpuForCuda] = CpuForCuda, adam: type[FusedAdam] = FusedAdam) -> None:
+    mode().__enter__()
+    mcore_optimizer.Adam = distrib_optimizer.Adam = adam
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
     torch.cuda.current_device = lambda: torch.device("cpu")

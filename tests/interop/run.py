@@ -4,14 +4,17 @@
     python tests/interop/run.py deepspeed         one of them
     python tests/interop/run.py megatron-core-0.19=/path/to/python deepspeed=/path/to/python    what is installed there
 
-The environments are kept in `.venv-interop/` and made anew when the packages change. A peer that needs a newer Python
-than there is, is skipped, with the reason.
+The environments are kept in `.venv-interop/` and made anew when the packages change, beside the sources of Megatron-LM
+(MEGATRON_LM_SOURCE names a checkout that exists). A peer that needs a newer Python than there is, is skipped, with the
+reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,8 +34,9 @@ class Peer:
     """`check(python, work)` raises CalledProcessError when the peer does not agree with us."""
 
     packages: tuple[str, ...]
-    check: Callable[[Path, Path], None]
+    check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
+    source: str = ""  # the tag of Megatron-LM whose training program `check(python, work, source)` runs
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
@@ -54,6 +58,39 @@ def check_megatron_core(python: Path, work: Path) -> None:
             run(python, *torchrun(ranks), HERE / "megatron_core_load.py", directory, tp, quiet=True)
 
 
+def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
+    """Its training program goes on where ours stopped, along our losses."""
+    vocabulary = ("--vocab-size", 257 if works(python, (3, 12)) else 256)  # 0.19 counts the end of a document
+    for name, (save_format, model, ours, theirs, tolerance) in MEGATRON_LM_RUNS.items():
+        directory = work / name
+        flags = [*MEGATRON_LM_FLAGS, *model.split(), "--ckpt-format", save_format]
+        cache = ("--data-cache-path", directory / "cache")
+        save = ("--save", directory, "--save-interval", 5, "--vocab-size", 256)
+        run(OURS, *torchrun(2), "pretrain_gpt.py", *flags, *ours.split(), *save, *cache, quiet=True)
+        (directory / "latest_checkpointed_iteration.txt").write_text("5")
+        (record,) = (directory / "runs").glob("*.jsonl")
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        wanted = {line["iteration"]: line["lm_loss"] for line in lines if line["kind"] == "interval"}
+        for layout in theirs:
+            losses = work / "losses.json"
+            losses.unlink(missing_ok=True)
+            load = (
+                "--load",
+                directory,
+                "--inference-rng-tracker",
+                *vocabulary,
+                *cache,
+            )  # the tracker that needs no CUDA
+            ranks = 2 if layout else 1
+            program = (HERE / "megatron_lm_train.py", source, losses)
+            run(python, *torchrun(ranks), *program, *flags, *layout.split(), *load, quiet=True)
+            found = {int(iteration): loss for iteration, loss in json.loads(losses.read_text()).items()}
+            assert found.keys() == set(range(6, 11)), found
+            error = max(abs(loss - wanted[iteration]) for iteration, loss in found.items())
+            assert error <= tolerance, f"{name}, {layout}: losses differ by {error}: {found}, {wanted} expected"
+            print(f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within {error:.1e}", flush=True)
+
+
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
@@ -70,10 +107,39 @@ def torchrun(ranks: int) -> list[str]:
 
 
 MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "llama-pp2-bf16", "gpt2", "gpt2-pp2")
+MEGATRON_LM_FLAGS = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
+    "--lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --init-method-std 0.02 --hidden-dropout 0 "
+    "--attention-dropout 0 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --split 100,0,0 "
+    f"--data-path {REPOSITORY / 'tests/golden/megatron_lm/data/pysrc_a_text_document'} "
+    "--eval-iters 0 --eval-interval 1000 --num-workers 0 "
+    "--transformer-impl local --attention-backend unfused --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --distributed-backend gloo --log-interval 1 --use-distributed-optimizer"
+)
+MEGATRON_LM_LLAMA = (
+    "--ffn-hidden-size 80 --group-query-attention --num-query-groups 2 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --disable-bias-linear"
+)
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP2_SP = f"{TP2} --sequence-parallel"
+MEGATRON_LM_RUNS = {  # name -> (format, model, our layout, the layouts of Megatron-LM, by how much losses may differ)
+    "llama": ("torch_dist", MEGATRON_LM_LLAMA, TP2_SP, ("", PP2), 1e-5),
+    "gpt2-bf16": ("torch_dist", "--bf16", PP2, (TP2,), 1e-3),  # its local LayerNorm knows no SP
+    "llama-legacy": ("torch", MEGATRON_LM_LLAMA, TP2_SP, (TP2_SP,), 1e-5),
+}
+TRAINER = ("six", "regex", "pyyaml", "pydantic", "tqdm", "tensorboard")  # what it imports beside megatron-core
 PEERS = {
     "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
     "megatron-core-0.16": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
     "megatron-core-0.19": Peer(("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)),
+    "megatron-lm-0.16": Peer(
+        ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER), check_megatron_lm, source="core_v0.16.1"
+    ),
+    "megatron-lm-0.19": Peer(
+        ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER), check_megatron_lm, (3, 12), "core_v0.19.0"
+    ),
 }
 
 
@@ -98,6 +164,18 @@ def environment(name: str, peer: Peer) -> Path | None:
         run(python, "-m", "pip", "install", "-q", package)
     stamp.write_text("\n".join(peer.packages))
     return python
+
+
+def checkout(tag: str) -> Path:
+    """The sources of Megatron-LM at this tag."""
+    folder = ENVIRONMENTS / f"Megatron-LM-{tag}"
+    if existing := os.environ.get("MEGATRON_LM_SOURCE"):
+        return Path(existing)
+    if not (folder / "pretrain_gpt.py").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        clone = ("clone", "-q", "--depth", "1", "--branch", tag, "https://github.com/NVIDIA/Megatron-LM", str(folder))
+        subprocess.run(["git", *clone], check=True)
+    return folder
 
 
 def interpreter(oldest: tuple[int, int]) -> Path | None:
@@ -150,7 +228,7 @@ def main() -> None:
             print(f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none", flush=True)
             continue
         with tempfile.TemporaryDirectory() as work:
-            peer.check(found, Path(work))
+            peer.check(found, Path(work), *([checkout(peer.source)] if peer.source else []))
         print(f"== {name}: ok", flush=True)
 
 
