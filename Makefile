@@ -30,6 +30,7 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt megatron/core/datase
 demo: setup
 	VENV=$(VENV) bash examples/demo/run.sh
 
+test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes would compile the same modules again
 test: setup
 	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
 
