@@ -37,9 +37,11 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import CHECKSUMS
+from megatron.core.dist_checkpointing.files import read_commit
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -112,10 +114,14 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
     or not whole, and if there are checkpoints, but none that is whole: to start from scratch would overwrite them.
     `loader` names the format of a directory that looks like several.
     """
-    root = Path(root)
+    root = path_of(root)
     if step is None and _formats_of(root):
         return Found(root, detect(root, loader))
-    named, reason = named_checkpoint(root, step)
+    if step is None and isinstance(root, ObjectPath):  # the tracker is a hint there: what is committed counts
+        whole = next((directory for directory in newest_first(root) if fault(directory) is None), None)
+        if whole is not None:
+            return Found(whole, detect(whole, loader))
+    named, reason = (None, None) if isinstance(root, ObjectPath) and step is None else named_checkpoint(root, step)
     if named is not None:
         if (problem := fault(named)) is None:
             return Found(named, detect(named, loader))
@@ -156,7 +162,8 @@ def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     The one place that decides which of two checkpoints is newer: of iterations, those on the branch that ends with
     `head` count, without one those on the branch of the latest start (see `dist_checkpointing.lineage`).
     """
-    lineages = {i: read_lineage(iteration_directory(root, i)) for i in saved_iterations(root)}
+    iterations = [i for i in saved_iterations(root) if _may_be_checkpoint(iteration_directory(root, i))]
+    lineages = {i: read_lineage(iteration_directory(root, i)) for i in iterations}
     end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
     numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
     for path in root.glob("global_step*_universal"):
@@ -166,8 +173,13 @@ def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     return [path for path in ordered if path.is_dir() and any(path.iterdir())]
 
 
+def _may_be_checkpoint(directory: Path) -> bool:
+    """In object storage an unfinished save has the final name, too."""
+    return not isinstance(directory, ObjectPath) or read_commit(directory) is not None
+
+
 def iteration_directory(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
+    return path_of(root) / f"iter_{iteration:07d}"
 
 
 def iteration_of(directory: Path) -> int:
@@ -176,7 +188,7 @@ def iteration_of(directory: Path) -> int:
 
 def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a directory under `root`, in order; complete or not."""
-    names = [path.name.removeprefix("iter_") for path in Path(root).glob("iter_*")]
+    names = [path.name.removeprefix("iter_") for path in path_of(root).glob("iter_*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 

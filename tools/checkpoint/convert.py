@@ -26,6 +26,7 @@ from megatron.conversion.files import parse_size
 from megatron.conversion.open_checkpoint import FORMATS, Hints
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
+from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -55,9 +56,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model"
+        "--load-dir", type=path_of, required=True, help="a run's --save directory, an iteration, or a model"
     )
-    parser.add_argument("--save-dir", type=Path, required=True, help="where the result goes; must not exist")
+    parser.add_argument("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
     parser.add_argument("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
     parser.add_argument("--saver", choices=[*WRITERS], required=True, help="format of the result")
     parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the newest")

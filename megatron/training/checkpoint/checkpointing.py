@@ -32,11 +32,12 @@ from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import RULES, Layout
 from megatron.conversion.open_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
+from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
+from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
@@ -57,7 +58,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     if not config.no_save_rng:
         state |= _generators(run)
     rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
+    run.saver.save(state, path_of(root), run.state.iteration, common_state(run), rewrite, since)
 
 
 def _generators(run: Run) -> ShardedStateDict:
@@ -130,7 +131,9 @@ def check_hf_target(run: Run) -> None:
     if target is None:
         return
     choose_family(run.config.model, None)
-    directory = Path(target)
+    directory = path_of(target)
+    if isinstance(directory, ObjectPath):
+        raise ValueError(f"--save-hf {target}: object storage holds torch_dist checkpoints alone; give a directory")
     if directory.exists() and not (directory.is_dir() and (is_huggingface(directory) or not any(directory.iterdir()))):
         raise ValueError(f"--save-hf {directory} exists and is no model of Hugging Face's form: give another directory")
 
@@ -192,12 +195,12 @@ def take_save_directory(config: Config) -> Generation | None:
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:
         return None
-    root = Path(checkpoint.save)
+    root = path_of(checkpoint.save)
     answer: list[Generation | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
             check_writable(root)
-            answer = [Generation.take(root, _this_start())]
+            answer = [take_generation(root, _this_start())]
             clean_up(root)
         except ValueError as error:
             answer = [error]
@@ -218,8 +221,12 @@ def take_save_directory(config: Config) -> Generation | None:
 
 def check_writable(root: str | Path) -> None:
     """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
+    path = path_of(root)
+    if isinstance(path, ObjectPath):
+        check_conditional_requests(path)
+        return
     try:
-        Path(root).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:

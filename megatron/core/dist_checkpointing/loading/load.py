@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from megatron.core.dist_checkpointing.loading.strictness import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
+from megatron.core.object_storage import path_of
 
 
 @dataclass
@@ -172,7 +172,7 @@ def _read_local(
 
 def load_common(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
     """What was saved as `common`; {} if the checkpoint has no `common.pt`."""
-    path = Path(directory) / COMMON
+    path = path_of(directory) / COMMON
     if not path.exists():
         return {}
     if verify:

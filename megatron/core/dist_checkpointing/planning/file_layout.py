@@ -6,6 +6,7 @@ change from save to save.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, ChunkTable, StoredTensor
 from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, Envelope, tensor_envelope
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, RankPlan, SavePlan, number_places
+
+SLOT_SIZE = 8 << 20  # bytes that are staged and written at once
 
 
 class PlacedItem(NamedTuple):
@@ -152,3 +155,73 @@ def files_of(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
         item = Item(tensor.key, tensor.dtype, offset, offset, shape).rows(first, count)
         files.setdefault(file, []).append(PlacedItem(item, position))
     return [FileLayout(file_name(rank, file), items) for file, items in sorted(files.items())]
+
+
+class SourceRange(NamedTuple):
+    """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
+
+    at: int
+    source: int
+    start: int
+    length: int
+
+
+class FileChunk(NamedTuple):
+    """`length` bytes at `offset` of file number `file`: what one slot holds."""
+
+    file: int
+    offset: int
+    length: int
+    parts: list[SourceRange]
+
+
+class FilePlan:
+    """The files of one rank as pieces that are staged and written one by one.
+
+    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
+    """
+
+    def __init__(self, files: list[FileLayout]) -> None:
+        self.files, self.chunks = files, cut_chunks(files)
+        placed = [item for file in files for item in file.items]
+        self.items = [item.item for item in placed]
+        # Constant bytes before and behind the raw data of each item, made once for all saves.
+        self.envelopes = [
+            (item.envelope.prefix, item.envelope.suffix + bytes(item.end - item.position - item.length))
+            for item in placed
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
+    """The slots' worth of all files, in the order in which they are staged and written."""
+    per_file: list[list[FileChunk]] = []
+    source = 0
+    for number, file in enumerate(files):
+        chunks = [
+            FileChunk(number, offset, min(SLOT_SIZE, file.size - offset), [])
+            for offset in range(0, file.size, SLOT_SIZE)
+        ]
+        for placed in file.items:
+            ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
+            start = placed.position
+            for end in ends:
+                _add_parts(chunks, source, start, end)
+                start, source = end, source + 1
+        per_file.append(chunks)
+    # Files advance side by side: each keeps a writer busy.
+    rounds = max(map(len, per_file), default=0)
+    return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
+
+
+def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
+    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
+    position = start
+    while position < end:
+        chunk = chunks[position // SLOT_SIZE]
+        length = min(end, chunk.offset + chunk.length) - position
+        chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
+        position += length
