@@ -290,7 +290,7 @@ def train_step(
 
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     """The line of the log and the points of all iterations since the last one. Collective."""
-    interval, logging_config = log.close_interval(), run.config.logging
+    interval, config = log.close_interval(), run.config.logging
     fields = as_fields(interval) | {
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
@@ -301,9 +301,9 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
     for writer in run.writers:
         writer.interval(interval)
-        if logging_config.log_memory_to_tensorboard:
+        if config.log_memory_to_tensorboard:
             writer.scalars(memory(run.device), interval.last.iteration)
-        if logging_config.log_timers_to_tensorboard:
+        if config.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)
     nan_check.check_interval(interval)
