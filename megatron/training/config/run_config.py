@@ -224,8 +224,8 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
         notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
     if "fim_rate" in given and not given.get("fim_data"):
         problems.append(
-            f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM would ignore it, BigCode's fork would fill "
-            "in the middle: add --fim-data, or leave out --fim-rate"
+            f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM ignores it, BigCode's fork fills in the "
+            "middle: add --fim-data, or leave out --fim-rate"
         )
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
