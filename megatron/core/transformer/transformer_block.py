@@ -10,7 +10,7 @@ from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -53,7 +53,9 @@ class TransformerBlock(MegatronModule):
             layer.self_attention.share_tables(stack[0].self_attention)
         self.layers = nn.ModuleList(stack)
         self.final_layernorm = (
-            Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device) if post_process else None
+            layer_spec(config).norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+            if post_process
+            else None
         )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:

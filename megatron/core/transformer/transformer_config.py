@@ -175,6 +175,8 @@ class TransformerConfig:
     """bfloat16 parameters and arithmetic, fp32 gradients and main parameters."""
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
+    transformer_impl: str = flag("local", choices=("local", "transformer_engine"))
+    """What computes the layers; also whose modules of Megatron-LM legacy files are for, whose names differ."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)

@@ -8,9 +8,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.core.models import GPTModel
 from megatron.core.parallel_state import ExpertAxes
+from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.balancing import finish_step, routers
-from megatron.core.transformer.moe.experts import grouped_product
 from megatron.core.transformer.moe.permutation import Permutation
 from megatron.core.transformer.moe.router import choose
 from megatron.core.transformer.transformer_config import TransformerConfig, layer_pattern
