@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.tensor_parallel import loss_chunk_elements
-from megatron.core.transformer.dot_product_attention import takes_groups
+from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

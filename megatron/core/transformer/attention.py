@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.module import MegatronModule, Normal, param_info, set_param_info
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.rotary import RotaryTables, rotate, split_qkv
@@ -35,7 +35,7 @@ class SelfAttention(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.rng, self.cp = config, rng, cp
+        self.config, self.cp = config, cp
         spec = layer_spec(config)
         self.groups = divide(config.query_groups, tp.size, "query groups over the tensor-parallel ranks")
         self.queries_per_group = config.num_attention_heads // config.query_groups
@@ -68,12 +68,11 @@ class SelfAttention(MegatronModule):
             self.q_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
             self.k_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
         self.rotary = RotaryTables(config, cp.attention_axis) if config.position_embedding_type == "rope" else None
-        self.core_attention = spec.attention(config, tp=tp, rng=rng, cp=cp)
+        self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp)
 
     def share_tables(self, other: SelfAttention) -> None:
         """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.rotary = other.rotary
-        self.core_attention.share_tables(other.core_attention)
+        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden.
@@ -92,8 +91,5 @@ class SelfAttention(MegatronModule):
                 query, key = rotate(query, rotary), rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
-        if self.config.recomputes("core_attn") and self.training:
-            context = checkpoint(self.core_attention, self.rng, query, key, value, attention_mask)
-        else:
-            context = self.core_attention(query, key, value, attention_mask)
+        context = self.core_attention(query, key, value, attention_mask)
         return self.linear_proj(self.cp.to_sequence(context))

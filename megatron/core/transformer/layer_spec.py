@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,7 +23,7 @@ class LayerSpec:
     column: type[ColumnParallelLinear] = ColumnParallelLinear
     norm_column: type[NormColumnParallelLinear] = NormColumnParallelLinear
     row: type[RowParallelLinear] = RowParallelLinear
-    attention: type[DotProductAttention] = DotProductAttention
+    core_attention: type[CoreAttention] = CoreAttention
     grouped: type[GroupedLinear] = GroupedLinear
 
 

@@ -8,38 +8,49 @@ from torch import Tensor
 
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
 from megatron.core.transformer.attention_mask import AttentionMask
 from megatron.core.transformer.blockwise_attention import blockwise_attention
-from megatron.core.transformer.context_parallel import ContextParallel
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class DotProductAttention(MegatronModule):
-    """Every query group is here whole: query `[s, b, g, heads, d]`, key and value `[s, b, g, 1, d]`; no parameters.
+class CoreAttention(MegatronModule):
+    """Softmax of scores, times values: heads are split over TP, positions over `cp`, which says what is exchanged.
 
-    Returns `[s, b, g * heads * d]`. `attention_mask` `[b, 1, s, s]` is True where attention is forbidden, or None.
+    `scale` multiplies the scores; None means 1 / sqrt(d).
     """
 
-    def __init__(self, config: TransformerConfig, *, tp: Axis, rng: TensorParallelRng, cp: ContextParallel) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
-        self.rng, self.cp, self.dropout = rng, cp, config.attention_dropout
+        self.config, self.rng, self.cp, self.scale = config, rng, cp, scale
         heads = cp.head_axis
         self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size))
 
-    def share_tables(self, other: DotProductAttention) -> None:
-        """Use the fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.mask = other.mask
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
+        if self.config.recomputes("core_attn") and self.training:
+            return checkpoint(self._attend, self.rng, query, key, value, attention_mask)
+        return self._attend(query, key, value, attention_mask)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         length, batch = query.shape[:2]
         split_over = self.cp.attention_axis
         # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
         q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.config.attention_dropout if self.training else 0.0
         if split_over.size > 1:
             assert dropout == 0.0, "the kernels that give a log-sum-exp have no dropout on every device"
-            context = blockwise_attention(q, k, v, self.mask, attention_mask, split_over, self.cp.comm_type)
+            exchange = (split_over, self.cp.comm_type)
+            context = blockwise_attention(q, k, v, self.mask, attention_mask, *exchange, scale=self.scale)
         elif dropout == 0.0:
             context = self._sdpa(q, k, v, attention_mask, 0.0)
         else:
@@ -49,13 +60,12 @@ class DotProductAttention(MegatronModule):
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float) -> Tensor:
         mask = self.mask(q.shape[2], attention_mask, q.dtype, q.device)
-        queries_per_group = q.shape[1] // k.shape[1]
-        grouped = queries_per_group > 1
+        grouped = q.shape[1] > k.shape[1]
         if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
-            k, v = (x.repeat_interleave(queries_per_group, dim=1) for x in (k, v))
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+            q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
 
 
