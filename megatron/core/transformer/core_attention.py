@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +24,8 @@ class CoreAttention(MegatronModule):
     `scale` multiplies the scores; None means 1 / sqrt(d).
     """
 
+    checkpoint: Callable[..., Any] = staticmethod(checkpoint)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -38,7 +43,7 @@ class CoreAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
         if self.config.recomputes("core_attn") and self.training:
-            return checkpoint(self._attend, self.rng, query, key, value, attention_mask)
+            return self.checkpoint(self._attend, self.rng, query, key, value, attention_mask)
         return self._attend(query, key, value, attention_mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:

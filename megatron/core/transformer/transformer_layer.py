@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel import TensorParallelRng, checkpoint, without_intermediate
+from megatron.core.tensor_parallel import TensorParallelRng, without_intermediate
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.layer_spec import layer_spec
@@ -72,7 +72,7 @@ class TransformerLayer(MegatronModule):
 
     def _mlp(self, hidden_states: Tensor) -> Tensor:
         if self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp") and self.training:
-            return checkpoint(self.mlp, self.rng, hidden_states)
+            return layer_spec(self.config).checkpoint(self.mlp, self.rng, hidden_states)
         return self.mlp(hidden_states)
 
     def _dropped(self, branch: Tensor) -> Tensor:
