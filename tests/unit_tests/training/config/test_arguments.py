@@ -81,11 +81,6 @@ def test_every_kind_of_value():
             r"--mtp-num-layers 1 \(and 1 more flags of it\): .*multi-token",
         ),
         ("--fp4-format e2m1", r"fp4 arithmetic is not implemented here"),
-        ("--fp8-format hybrid", r"--fp8-format hybrid needs --bf16"),
-        (
-            "--bf16 --fp8-format e4m3 --transformer-impl local",
-            "--fp8-format e4m3 needs --transformer-impl transformer_engine",
-        ),
         ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork"),
         ("--batch-size 4", r"--batch-size 4: Megatron-LM has renamed this flag to --micro-batch-size"),
         ("--spec x y", r"--spec x y: this option of Megatron-LM is not implemented here"),
