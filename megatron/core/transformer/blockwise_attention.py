@@ -25,14 +25,22 @@ _aten = torch.ops.aten
 
 @torch._disable_dynamo  # torch.compiler.disable without importing the compiler, which takes as long as torch itself
 def blockwise_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, masked: Tensor | None, cp: Axis, comm_type: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    masked: Tensor | None,
+    cp: Axis,
+    comm_type: str,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention of the local queries `[b, heads, s/cp, d]` to the keys `[b, groups, s/cp, d]` of all ranks.
 
-    `masked` `[b, 1, s/cp, s]` is True where attention is forbidden, or None. Returns the shape of `query`.
+    `masked` `[b, 1, s/cp, s]` is True where attention is forbidden, or None; `scale` of the scores is 1 / sqrt(d) where
+    it is None. Returns the shape of `query`.
     """
     context: Tensor = _BlockwiseAttention.apply(
-        query, torch.stack((key, value)), mask, masked, cp, _EXCHANGES[comm_type]
+        query, torch.stack((key, value)), mask, masked, cp, _EXCHANGES[comm_type], scale
     )
     return context
 
@@ -40,7 +48,14 @@ def blockwise_attention(
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, mine: Tensor, mask: AttentionMask, masked: Tensor | None, cp: Axis, exchange: _Exchange
+        ctx: Any,
+        query: Tensor,
+        mine: Tensor,
+        mask: AttentionMask,
+        masked: Tensor | None,
+        cp: Axis,
+        exchange: _Exchange,
+        scale: float | None,
     ) -> Tensor:
         out = lse = query.new_empty(0)
         for source, (key, value) in exchange.fetch(mine, cp):
@@ -48,7 +63,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             if block is None:
                 continue
             rows, columns = block.rows, block.columns
-            part, part_lse = _attend(query[:, :, rows], key[:, :, columns], value[:, :, columns], block)
+            part, part_lse = _attend(query[:, :, rows], key[:, :, columns], value[:, :, columns], block, scale)
             if source == cp.rank:  # the first block, in which every query sees at least itself
                 out, lse = part.float(), part_lse
                 continue
@@ -56,7 +71,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, mine, out, lse, masked)
-        ctx.mask, ctx.cp, ctx.exchange = mask, cp, exchange
+        ctx.mask, ctx.cp, ctx.exchange, ctx.scale = mask, cp, exchange, scale
         return out
 
     @staticmethod
@@ -70,11 +85,12 @@ class _BlockwiseAttention(torch.autograd.Function):
             if block is not None:
                 rows, columns = block.rows, block.columns
                 q, do, o, logs = (x[:, :, rows] for x in (query, dout, out, lse))
-                dq, dk, dv = _attend_backward(do, q, key[:, :, columns], value[:, :, columns], o, logs, block)
+                k, v = (x[:, :, columns] for x in (key, value))
+                dq, dk, dv = _attend_backward(do, q, k, v, o, logs, block, ctx.scale)
                 dquery[:, :, rows] += dq
                 gradient[0, :, :, columns], gradient[1, :, :, columns] = dk, dv
             returned.add(source, gradient)
-        return dquery.to(query.dtype), returned.finish(), None, None, None, None
+        return dquery.to(query.dtype), returned.finish(), None, None, None, None, None
 
 
 class _Block(NamedTuple):
@@ -104,28 +120,35 @@ def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | Non
     return _Block(slice(length // 2, None), everything)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float | None) -> tuple[Tensor, Tensor]:
     """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
     if query.device.type != "cuda":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, block.causal, attn_mask=block.mask
+            query, key, value, 0.0, block.causal, attn_mask=block.mask, scale=scale
         )
     if _takes_flash(query, block):
-        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal)[:2]
+        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
     key, value = (_per_head(x, query) for x in (key, value))
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal
+        query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
     )
     return out, lse[:, :, : query.shape[2]]  # the kernel pads rows
 
 
 def _attend_backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: _Block
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: _Block,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
     if query.device.type != "cuda":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, query, key, value, out, lse, 0.0, block.causal, attn_mask=block.mask
+            dout, query, key, value, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale
         )
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     if _takes_flash(query, block):
@@ -144,13 +167,14 @@ def _attend_backward(
             block.causal,
             no_dropout,
             no_dropout,
+            scale=scale,
         )
     groups = key.shape[1]
     key, value = (_per_head(x, query) for x in (key, value))
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows as the kernel pads them
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         dout, query, key, value, _aligned(block.mask, query, key), out, lse, no_dropout[0], no_dropout[1], 0.0,
-        [True, True, True, False], block.causal,
+        [True, True, True, False], block.causal, scale=scale,
     )  # fmt: skip
     return dq, *(grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
 

@@ -1,20 +1,19 @@
 """Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
 
-import re
 import typing
 
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.arguments import _kind_of, both_spellings, flag_fields, option_names
-from megatron.training.config.megatron_options import ACCEPTED_WITHOUT_EFFECT, FEATURES, MEGATRON_OPTIONS, NEVER
+from megatron.training.config.arguments import both_spellings, flag_fields, flag_type, option_names
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS
 from megatron.training.config.run_config import SECTIONS, flag_parser
 from tests import GOLDEN
 from tests.flag_sets import outcome, read
 
 SETS = read(GOLDEN / "flag_sets/flag_sets.jsonl")
 FIELDS = {
-    field.name: (field, _kind_of(field, typing.get_type_hints(section)))
+    field.name: (field, flag_type(field, typing.get_type_hints(section)))
     for _, section in SECTIONS.values()
     for field in flag_fields(section)
 }
@@ -49,14 +48,17 @@ def test_no_option_of_megatron_lm_is_unknown():
         assert line.given or line.ignored or line.problems, name  # none is dropped in silence
 
 
-def test_every_row_of_our_tables_is_about_options_that_there_are():
-    names = [name.removeprefix("--") for name in MEGATRON_OPTIONS]
-    for feature in FEATURES:
-        for pattern in (feature.options, feature.switches):
-            assert pattern in (None, NEVER) or any(re.fullmatch(pattern, name) for name in names), pattern
+def test_every_row_of_the_table_is_whole():
+    """Flags of ours have no row of options without effect; every feature can be turned on."""
     ours = {name for field, _ in FIELDS.values() for name in option_names(field)}
-    assert not ours & ACCEPTED_WITHOUT_EFFECT.keys()
-    assert all(row.reason for row in ACCEPTED_WITHOUT_EFFECT.values())
+    for name, option in MEGATRON_OPTIONS.items():
+        assert option.words in ("0", "1", "2", "3", "+", "*"), name
+        assert option.here in ("", "no effect", "turns on", "part of", "called"), name
+        assert bool(option.here) == bool(option.why), name
+        assert not (name in ours and option.here == "no effect"), name
+    turned_on = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "turns on"}
+    parts = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "part of"}
+    assert parts - turned_on == {"YaRN"}  # --rope-type turns it on: a flag that has no effect with its default alone
 
 
 # Fields whose default is not Megatron-LM's.
@@ -77,6 +79,7 @@ OTHER_DEFAULTS = {
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
     "dist_ckpt_workers": "files per rank",
     "cp_comm_type": "a list with p2p there: one for all layers or one for each",
+    "transformer_impl": "what computes, not what is computed",
     "distributed_backend": "nccl where there is a GPU",
 }
 
