@@ -43,7 +43,8 @@ from megatron.core.dist_checkpointing import (
     load_common,
     missing_or_truncated,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.object_storage import ObjectPath
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -55,6 +56,8 @@ _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
 def is_torch_dist(directory: Path) -> bool:
+    if isinstance(directory, ObjectPath) and read_commit(directory) is None:
+        return False  # an unfinished save has the final names there, too
     return (directory / METADATA).is_file()
 
 

@@ -62,6 +62,7 @@ class Generation(NamedTuple):
             try:
                 claim.mkdir(exist_ok=True)
                 write_flushed(claim / _OWNER, json.dumps(content).encode())
+                # A rename onto a directory that is not empty fails: of two starts, one gets the number.
                 os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
                 if _newest(root) == generation.number:
                     break

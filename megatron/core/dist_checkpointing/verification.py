@@ -107,6 +107,7 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     path, problems = path_of(directory), []
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _object_faults(path, listed)
+    # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
     if find_checksums(path) is not None:
         exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
     else:

@@ -162,7 +162,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         source,
         strictness=config.dist_ckpt_strictness,
         skip=lambda key: _is_left_out(key, with_optimizer, source.tensors),
-        exchange_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
+        parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     ).objects
 
     # Bring everything that is not a tensor to the same point.

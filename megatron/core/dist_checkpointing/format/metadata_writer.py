@@ -216,6 +216,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
     writer, tensors = _PickleWriter(), metadata.tensors
     dcp, classes = dcp_classes()
+    # Phase 1: what entries name again and again goes into the memo, so that every entry is short and of fixed length.
     writer.add(b"\x80\4")
     writer.remember([*map(_plain, classes), *map(_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
@@ -225,6 +226,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     for dtype in dtypes:
         dtypes[dtype] = writer.remember([_plain(dcp.TensorProperties(dtype=dtype))])
 
+    # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
     writer.add(_plain(dcp.Metadata), b")\x81}(", _text("state_dict_metadata"), b"}")
     lists = []
     for number, tensor in enumerate(tensors.values(), first_key):
@@ -253,6 +255,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         writer.add(*_instance(_INFO, relative_path=[_text(file)], **place), b"s")
     start = writer.add(_text("storage_meta"), _plain(dcp.StorageMeta()), _text("version"), _text("1.0.0"), b"ub.")
 
+    # Phase 3: the index behind the pickle, for our own reader.
     sizes = metadata.tensor_file_sizes()
     content = _json_object(
         files=_json_list((file, sizes.get(file, 0)) for file in files),

@@ -248,7 +248,7 @@ def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, 
     """Stubs included."""
     unpickler = _Unpickler(data, placeholders)
     try:
-        scan_pickle(data)
+        scan_pickle(data)  # before the first opcode runs: nothing below is safe for a pickle that it refuses
         return unpickler.load(), unpickler
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None

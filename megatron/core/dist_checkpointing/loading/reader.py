@@ -161,6 +161,7 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
 
 def _split(piece: _Piece) -> Iterable[_Piece]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
+    # Up to twice the size: halves would be smaller than what a task should read.
     if piece.nbytes <= 2 * _BATCH:
         yield piece
         return
@@ -205,6 +206,7 @@ class _ShardReader:
         if data is None:
             self._fill_from_whole(piece)
             return
+        # Directly where possible: a temporary copy of all weights would double the memory of a load.
         direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
         flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
         buffer = bytes_of(flat)
@@ -266,6 +268,7 @@ class _ShardReader:
 
     def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """Where in the file the raw bytes of the chunk begin; None if its item holds them in another order."""
+        # Without a lock: two threads may look it up at once, and find the same.
         known = self._reader._data_offsets
         location = chunk.location
         if location not in known:

@@ -98,6 +98,7 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     rank, nbytes = plan.rows.rank, plan.nbytes
     file = rank * workers + _spread(rank, nbytes, workers)
     length = nbytes + _envelope_sizes(plan)
+    # Positions are a running sum over all files, from which every file's first one is taken away again.
     order = np.argsort(file, kind="stable")
     ends = np.cumsum(_aligned(length)[order])
     begins = np.concatenate([[0], ends[:-1]])
@@ -121,7 +122,7 @@ def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
         items = in_turn[start:stop]
         smallest = sizes[rank[items]].argmin(axis=1)
         file[items] = smallest
-        sizes[rank[items], smallest] += nbytes[items] + 1024
+        sizes[rank[items], smallest] += nbytes[items] + 1024  # about its envelope: many small items fill a file, too
     return file
 
 
@@ -130,6 +131,7 @@ def _envelope_sizes(plan: SavePlan) -> np.ndarray:
     dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
     kinds = np.array([[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64)
     kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
+    # Millions of items have few combinations of dtype and shape: one envelope is made for each.
     for column in (*kinds.reshape(-1, 2)[plan.rows.tensor].T, *plan.rows.shape.T):
         values, number = np.unique(column, return_inverse=True)
         kind = np.unique(kind * len(values) + number, return_inverse=True)[1]

@@ -85,6 +85,7 @@ class SaveBarrier:
         line = json.dumps([self._rank, objects]).encode() + b"\n"
         self._store.append(self._key("objects"), line)  # type: ignore[attr-defined]
         self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
+        # Counted after the appends: whoever is last knows that all of them are there.
         if self._store.add(self._key("reports"), 1) == self._size:
             self._store.set(self._key("ready"), "")
 
@@ -95,6 +96,7 @@ class SaveBarrier:
 
     def show_progress(self, nbytes: int = 0) -> None:
         """Called whenever something was written; raises CheckpointError if the save has failed elsewhere meanwhile."""
+        # Rarely: every rank calls this for every piece, and the store serves all of them alone.
         now = time.monotonic()
         if now < self._next_news or self._size == 1:
             return

@@ -42,6 +42,7 @@ class HostSource:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # kept alive until the copy is done
+        # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
         self._address = tensor.data_ptr()
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
@@ -238,6 +239,7 @@ class StageAndWrite:
             return
         chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
         copied = None
+        # On a device the copies only queue up here; the event tells the writer when the slot is filled.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for part in chunk.parts:
                 source = self._sources[part.source]
@@ -269,6 +271,7 @@ class StageAndWrite:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
         self._progress(chunk.length)
+        # The slot is free again: the next chunk that belongs into it is staged by this thread.
         following = index + len(self._slots)
         if following < len(self._chunks):
             self._stage(following)
