@@ -18,7 +18,7 @@ def server():
 @pytest.fixture(autouse=True)
 def fresh_stores(monkeypatch):
     """A store keeps the endpoint that it was opened with."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "5")
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "30")
     object_storage._open_store.cache_clear()
     yield
     object_storage._open_store.cache_clear()

