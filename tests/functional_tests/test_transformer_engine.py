@@ -17,7 +17,7 @@ from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
 STAND_IN = str(ROOT / "tests/te_stand_in")
 TE = "--transformer-impl transformer_engine "
-DATA = "--mock-data --train-iters 6 "
+DATA = "--mock-data --train-iters 4 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
@@ -59,7 +59,10 @@ def local(pool, world_size, flags):
     return pool.run(train, world_size, flags)
 
 
-@pytest.mark.parametrize("way", WAYS)
+ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "experts_tp2_ep2"}
+
+
+@pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_curves_are_those_of_the_local_layers(pool, way):
     world_size, model, flags = WAYS[way]
     flags = f"{DATA} {MODELS[model]} {flags} "
@@ -101,7 +104,7 @@ def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
 FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1 "
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layout):
     """The same losses, bit for bit, after a resume at the same layout; other recipes take the weights alone."""
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "

@@ -1,6 +1,6 @@
 """Our layers over the real modules of Transformer Engine: names, shapes and every call, on a machine without a GPU.
 
-    python tests/interop/transformer_engine_check.py
+    python tests/interop/transformer_engine_check.py FOLDER      where pip install --no-deps --target has put it
 
 `transformer_engine` is Python; what is compiled is another package, in the place of which stands an inert module. So
 modules can be constructed but not run. What is held against the real package: a whole model at TP 1, 2 and 4 has the
@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for CUDA's libraries
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [*sys.argv[1:], str(REPOSITORY)]
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
