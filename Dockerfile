@@ -1,7 +1,7 @@
 # Two images from one file:
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
-#   docker build --target gpu-te -t megatron:te .   the same with Transformer Engine; not built yet (docs/gpu.md)
+#   docker build --target gpu_te -t megatron:te .   the same with Transformer Engine; not built yet (docs/gpu.md)
 # Build arguments: TE_VERSION; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
 # Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index
@@ -50,7 +50,7 @@ COPY --chown=1001:1001 . .
 ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]
 
-FROM gpu AS gpu-te
+FROM gpu AS gpu_te
 # Its part for PyTorch is compiled here, against the torch above, with nvcc and the headers of the same CUDA.
 USER root
 RUN apt-get update \
