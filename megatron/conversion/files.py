@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import naming, remove
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
@@ -21,6 +23,28 @@ Progress = Callable[[int], None]  # called with the number of bytes just written
 
 def no_progress(nbytes: int) -> None:
     """The default `Progress`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the target shall be; None means as the source is."""
+
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    virtual_pipeline_parallel: int | None = None
+    dtype: torch.dtype | None = None  # of the weights
+    optimizer: bool = True
+    vocab_size: int | None = None  # rows beyond it are cut
+    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    max_shard_size: int = 5 * 10**9
+    optim_sidecar: bool = False
+    workers: int = 1
+    universal_style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
+    qkv_blocks: bool = False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
+    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
+    stacked_layers: bool = False
+    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
+    note: Callable[[str], None] = lambda text: None  # told what else is worth a line
 
 
 def make_empty_directory(directory: Path) -> None:
@@ -87,6 +111,21 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
                 view, position = view[count:], position + count
     finally:
         os.close(descriptor)
+
+
+def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
+    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which are zero so far."""
+    layout = lay_out_archive(value)
+    with naming(path), path.open("wb") as file:
+        file.truncate(layout.size)
+        for position, fixed in layout.fixed:
+            file.seek(position)
+            file.write(fixed)
+        for slot, position in layout.places:
+            if slot.content is not None:
+                file.seek(position)
+                file.write(slot.content.view(-1).view(torch.uint8).numpy().data)
+    return [(slot, position) for slot, position in layout.places if slot.content is None]
 
 
 def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_training
+from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_args, read_training
 from megatron.conversion.deepspeed.files import UniversalFiles
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, flag_name, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_blocks, unpack_rows
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
+from megatron.conversion.model_space.row_maps import as_is, qkv_blocks, unpack_rows
+from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, flag_name, optimizer_key, split_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 QKV_LAYOUTS = ("groups", "tp-blocks")
@@ -40,12 +40,15 @@ class UniversalSource:
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         given = dict(args or {})
-        told = files.arguments | given
+        files.args = read_args(files.args, self.description) if files.args else {}
+        told = files.args | given
         self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, given), self.description)
         self.args |= resolved(config)
         self.tensors = _tensors(files, config, optimizer)
-        self._qkv_map = _qkv_map(config, self._blocks(qkv_layout, config))
+        blocks = self._blocks(qkv_layout, config)  # None: by query group, as the model has it
+        heads = config.num_attention_heads, config.query_groups, config.head_dim
+        self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
@@ -55,8 +58,8 @@ class UniversalSource:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         info = self.tensors[key]
-        parameter, state = _split(key)
-        stored = self._files.tensor(parameter, state)
+        parameter, state = split_key(key)
+        stored = self._files.tensor(parameter, state or "param")  # weights are main parameters, cast
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
@@ -65,14 +68,14 @@ class UniversalSource:
             return stored[(slice(first, first + count), *columns)]
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
-        row_map = self._qkv_map if is_qkv else as_is(info.shape[0])
+        row_map = self._qkv_map if is_qkv and self._qkv_map is not None else as_is(info.shape[0])
         return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
         """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""
         if layout not in (None, *QKV_LAYOUTS):
             raise ValueError(f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}")
-        if layout is None and BLOCKS_MARK in self._files.arguments:
+        if layout is None and BLOCKS_MARK in self._files.args:
             layout = "tp-blocks"
         if layout != "tp-blocks":
             return None
@@ -88,15 +91,6 @@ class UniversalSource:
             flag = "--tensor-model-parallel-size"
             raise ValueError(f"{self.description} does not tell how many ranks split q, k and v: give {flag}")
         return int(blocks)
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Parameter and state of a model-space key; the weights are cast main parameters."""
-    for state in OPTIMIZER_STATES:
-        prefix = optimizer_key(state, "")
-        if key.startswith(prefix):
-            return key.removeprefix(prefix), state
-    return key, "param"
 
 
 def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
@@ -165,10 +159,3 @@ def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) 
     for state in files.states() if optimizer else ():
         tensors |= {optimizer_key(state, key): TensorInfo(shape, torch.float32) for key, shape in wanted.items()}
     return tensors
-
-
-def _qkv_map(config: TransformerConfig, blocks: int | None) -> RowMap:
-    heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
-    if blocks is None:
-        return as_is((heads + 2 * groups) * head_dim)
-    return qkv_blocks(heads, groups, head_dim, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from megatron.conversion.huggingface.parameters import (
     StoredParameter,
     stored_parameters,
 )
-from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
@@ -87,9 +87,11 @@ class Family:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(self, config: TransformerConfig) -> list[StoredParameter]:
-        """Every parameter of the model that has a row, in the order of the model."""
-        return stored_parameters(self.rows, self.layers, config)
+    def places(
+        self, config: TransformerConfig, has: Callable[[str], bool] = lambda name: False
+    ) -> list[StoredParameter]:
+        """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+        return stored_parameters(model_tensors(config), self.rows, self.layers, config, has)
 
 
 _NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
@@ -21,19 +18,20 @@ from megatron.conversion.megatron_lm.args import (
     stored_model,
     training_state,
 )
+from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, open_file, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import (
     add_implied_main_parameters,
     bucket_size_of,
-    check_complete,
     check_main_parameters,
     plan_buckets,
     read_checked,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
+from megatron.conversion.model_space.model import check_optimizer_complete
+from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, ReadFlat, StoredPiece, region_of_flat
+from megatron.conversion.model_space.rank_layout import Layout, fused_name, rank_parameters
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     SHAPE,
@@ -47,14 +45,9 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.parallel_state import ParallelState
 
-MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 Stored = FileTensor | torch.Tensor
-
-
-def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
 
 
 class _Writer(NamedTuple):
@@ -80,26 +73,6 @@ class _Writer(NamedTuple):
         return rank_directory(self.tp, self.pp, layout.parallel.pp_size, ep, layout.parallel.ep_size)
 
 
-def is_legacy(directory: Path) -> bool:
-    return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
-
-
-def legacy_faults(directory: Path) -> list[str]:
-    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
-    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-    stored = COMMON(_open(first), str(first)).get("args")
-    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
-    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
-    if not args or first.parent.name not in ranks:
-        return []  # of a layout or an age that is refused when it is opened
-    names = [MODEL_FILE]
-    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
-        names.append(OPTIMIZER_FILE)
-    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
-
-
 class LegacySource:
     """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
     over, whatever it is.
@@ -108,12 +81,13 @@ class LegacySource:
     def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
         first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-        first = _open(first_file)
+        first = open_file(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
         writers = _Writer.of(layout, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout) for rank in writers}
-        files = {rank: COMMON(_open(folder / MODEL_FILE), str(folder / MODEL_FILE)) for rank, folder in folders.items()}
+        paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
+        files = {rank: COMMON(open_file(path), str(path)) for rank, path in paths.items()}
         begin = writers[0]
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
@@ -128,7 +102,7 @@ class LegacySource:
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
-            found = _open(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
+            found = open_file(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
             for number, kind in enumerate(kinds):  # dense layers, then experts
                 own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
@@ -139,7 +113,7 @@ class LegacySource:
         add_implied_main_parameters(self._table)
         check_main_parameters(self._table, self.description)
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
-        check_complete(self.tensors, self.description)
+        check_optimizer_complete(self.tensors, self.description)
         groups = param_groups(files[begin].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[begin], self.args, groups)
         if layout.parallel.ep_size == 1:
@@ -257,15 +231,6 @@ _NUMBERED = record(
 def _belongs(parameter: LocalParameter, optimizer: int, apart: bool) -> bool:
     """To the first optimizer, of dense layers, or to the second, of experts; all to one where they are not apart."""
     return parameter.info.trained and (not apart or parameter.info.expert == bool(optimizer))
-
-
-def _open(path: Path, *kinds: type) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
-    content = safe_open(path)
-    if not isinstance(content, kinds or dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    return content
 
 
 def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:

@@ -15,22 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.files import Progress, no_progress, run_jobs
+from megatron.conversion.files import Progress, no_progress, run_jobs, write_archive
 from megatron.conversion.megatron_lm.args import common_state, initial_rng_state, rng_key, stored_model
-from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
+from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import FilePlace, write_to_places
+from megatron.conversion.model_space.pieces import FilePlace, LocalParameter, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
-    LocalParameter,
     has_fused_norms,
     rank_parameters,
     with_fused_norms,
 )
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
-from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.tensor_parallel import padded_vocab_size
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -58,8 +57,13 @@ def write_legacy(
             folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
             folder.mkdir()
             for name, content in contents.of_rank(layout, tp, pp).items():
-                for key, place in _begin_file(folder / name, content, contents.held):
-                    places[key].append(place)
+                for slot, position in write_archive(folder / name, content):
+                    for key, parameter, first in contents.held.get(slot, ()):
+                        starts = [position + (first + box.start) * slot.dtype.itemsize for box in parameter.boxes]
+                        places[key] += [
+                            FilePlace(box.offset, box.shape, folder / name, start)
+                            for box, start in zip(parameter.boxes, starts, strict=True)
+                        ]
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
         run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
         fsync_tree(pending)
@@ -205,25 +209,3 @@ class _Contents:
         if note not in self.not_carried:
             self.not_carried.append(note)
         return initial_rng_state(seed, tp, pp)
-
-
-def _begin_file(
-    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_SlotContent]]
-) -> list[tuple[str, FilePlace]]:
-    """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
-    layout = lay_out_archive(content)
-    result = []
-    with naming(path), path.open("wb") as file:
-        file.truncate(layout.size)
-        for position, fixed in layout.fixed:
-            file.seek(position)
-            file.write(fixed)
-        for slot, position in layout.places:
-            if slot.content is not None:
-                file.seek(position)
-                file.write(slot.content.view(-1).view(torch.uint8).numpy().tobytes())
-            for key, parameter, first in held.get(slot, ()):
-                for box in parameter.boxes:
-                    start = position + (first + box.start) * slot.dtype.itemsize
-                    result.append((key, FilePlace(box.offset, box.shape, path, start)))
-    return result

@@ -12,14 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import PieceTable, bits
-from megatron.conversion.model_space.rank_layout import LocalParameter
+from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, bits
 from megatron.conversion.model_space.source import (
-    ADAM,
     OPTIMIZER_STATES,
-    SGD,
     Shape,
-    TensorInfo,
     optimizer_key,
     optimizer_states,
 )
@@ -122,29 +118,6 @@ def add_implied_main_parameters(table: PieceTable) -> None:
         has_state = any(optimizer_key(state, key) in table.tensors for state in states)
         if has_state and main not in table.tensors and info.dtype == torch.float32:
             table.alias(main, key)
-
-
-def is_trained(key: str) -> bool:
-    """Whether the optimizer knows the parameter: the bias of a router follows the load."""
-    return not key.endswith(".router.expert_bias")
-
-
-def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """Every parameter has all of its optimizer state, of its shape, or none has any.
-
-    Raises CheckpointError naming what is missing or of another shape.
-    """
-    shapes = {key: info.shape for key, info in tensors.items() if not key.startswith("optimizer.") and is_trained(key)}
-    found = optimizer_states(tensors)
-    states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
-    wanted = {optimizer_key(state, key): shape for key, shape in shapes.items() for state in states}
-    missing = [key for key in wanted if key not in tensors]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}")
-    for key, shape in wanted.items():
-        if key in tensors and tensors[key].shape != shape:
-            raise CheckpointError(f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}")
 
 
 def check_main_parameters(table: PieceTable, where: str) -> None:

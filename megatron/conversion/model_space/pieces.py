@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from megatron.conversion.files import Progress, write_at
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
+from megatron.core.distributed.buffer_plan import ParamSpec
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
@@ -26,6 +28,24 @@ class StoredPiece(NamedTuple):
     offset: Shape
     shape: Shape
     read: ReadRegion
+
+
+@dataclass(frozen=True)
+class LocalBox:
+    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class LocalParameter(ParamSpec):
+    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
+
+    key: str
+    global_shape: Shape
+    boxes: tuple[LocalBox, ...]
 
 
 class PieceTable:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_config
-from megatron.conversion.model_space.source import RANKS, Shape, Source
+from megatron.conversion.model_space.pieces import LocalBox, LocalParameter
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, RANKS, Source, optimizer_key, split_key
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
@@ -113,24 +113,6 @@ class Layout:
         """(etp, ep, pp) of every rank of the experts' grid but their replicas, ETP fastest."""
         sizes = (self.parallel.pp_size, self.parallel.ep_size, self.parallel.etp_size)
         return [(etp, ep, pp) for pp, ep, etp in itertools.product(*map(range, sizes))]
-
-
-@dataclass(frozen=True)
-class LocalBox:
-    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
-
-    offset: Shape
-    shape: Shape
-    start: int
-
-
-@dataclass(frozen=True)
-class LocalParameter(ParamSpec):
-    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
-
-    key: str
-    global_shape: Shape
-    boxes: tuple[LocalBox, ...]
 
 
 def rank_parameters(
@@ -241,9 +223,6 @@ def has_fused_norms(args: Mapping[str, Any]) -> bool:
     return args.get("transformer_impl", "transformer_engine") != "local"
 
 
-_STATES = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")
-
-
 @dataclass(frozen=True)
 class RankLoad:
     """What one model-parallel rank holds of a checkpoint. Bytes are as stored."""
@@ -275,8 +254,10 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
         parts: dict[str, dict[str, int]] = {}
         for key, numel in numels.items():
             part = parts.setdefault(part_of(key), {"weights": 0, "optimizer": 0})
-            part["weights"] += _stored_bytes(source, {key: numel}, [""])
-            part["optimizer"] += _stored_bytes(source, {key: numel}, [f"optimizer.state.{s}." for s in _STATES])
+            for stored in (key, *(optimizer_key(state, key) for state in OPTIMIZER_STATES)):
+                if stored in source.tensors:
+                    kind = "weights" if stored == key else "optimizer"
+                    part[kind] += numel * source.tensors[stored].dtype.itemsize
         weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
         plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
     return plans
@@ -284,19 +265,9 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
 
 def part_of(key: str) -> str:
     """The part of the model that a tensor of this name belongs to, for people: `layer 3`, `embedding`."""
-    name = key.removeprefix("optimizer.state.").partition(".")[2] if key.startswith("optimizer.state.") else key
+    name, _ = split_key(key)
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer is not None:
         return f"layer {layer[1]}"
     named = {"embedding": "embedding", "output_layer": "output layer", "decoder.final_layernorm": "final norm"}
     return next((text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0])
-
-
-def _stored_bytes(source: Source, numels: dict[str, int], prefixes: list[str]) -> int:
-    """Of `numels` elements of each key, under those of the prefixes that the source has."""
-    total = 0
-    for key, numel in numels.items():
-        for prefix in prefixes:
-            info = source.tensors.get(prefix + key)
-            total += 0 if info is None else numel * info.dtype.itemsize
-    return total

@@ -107,6 +107,13 @@ _RUN: dict[str, Check] = {
 }
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
+
+def flag_name(argument: str) -> str:
+    """The command-line spelling of an argument, for messages."""
+    names = TransformerConfig.__dataclass_fields__[argument].metadata["flags"] if argument in MODEL_ARGUMENTS else ()
+    return names[0] if names else "--" + argument.replace("_", "-")
+
+
 PARAM_GROUP = record(
     {
         "step?": optional(scalar),
@@ -190,6 +197,14 @@ OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
 def optimizer_key(state: str, parameter: str) -> str:
     assert state in OPTIMIZER_STATES, state
     return f"optimizer.state.{state}.{parameter}"
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """The parameter that a key belongs to, and its optimizer state; None for the parameter itself."""
+    if not key.startswith("optimizer.state."):
+        return key, None
+    state, _, parameter = key.removeprefix("optimizer.state.").partition(".")
+    return parameter, state
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:

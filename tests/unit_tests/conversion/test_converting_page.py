@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.convert import WRITERS, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.memory_source import LLAMA_ARGS, random_source

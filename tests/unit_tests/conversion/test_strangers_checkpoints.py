@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from megatron.conversion.convert import Options, convert
+from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.writer import write_universal
-from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.files import Options
+from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
@@ -25,7 +26,7 @@ SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A Hugging Face model with the sidecar of a run."""
-    write_huggingface(random_source(LLAMA_ARGS), tmp_path / "model", HuggingFaceOptions(optim_sidecar=True))
+    write_huggingface(random_source(LLAMA_ARGS), tmp_path / "model", Options(optim_sidecar=True))
     return tmp_path / "model"
 
 

@@ -1,46 +1,30 @@
-"""Which checkpoint a path means, in which format, whether it is whole, and opening it as a `Source`.
+"""Which checkpoint a path means, in which format, and whether it is whole.
 
 The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
 `release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
-something was lost since; then the newest complete checkpoint stands in. There is one way to load: a run's own
-checkpoint is a `Source` like any other, and one engine reads them all.
+something was lost since; then the newest complete checkpoint stands in.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
+from typing import NamedTuple
 
 from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
-from megatron.conversion.deepspeed.reader import UniversalSource
-from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
-from megatron.conversion.megatron_lm.args import param_groups, read_common, training_state
-from megatron.conversion.megatron_lm.legacy_reader import LegacySource, is_legacy, legacy_faults
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource, is_torch_dist, torch_dist_faults
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
+from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.megatron_lm.legacy_files import is_legacy, legacy_faults
 from megatron.core.dist_checkpointing import (
     CheckpointError,
-    LoadReport,
-    Reader,
-    ShardedStateDict,
-    ShardedTensor,
-    fill,
+    is_complete,
+    missing_or_truncated,
     on_branch,
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import CHECKSUMS
-from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
-from megatron.core.dist_checkpointing.loading.reader import Request
-from megatron.core.progress import Progress
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 
 logger = logging.getLogger(__name__)
 
@@ -48,51 +32,26 @@ RELEASE = "release"  # in a tracker and as a directory: weights that belong to n
 _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 
 
-@dataclass(frozen=True)
-class Hints:
-    """What the user knows of a source and its files do not tell."""
-
-    args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
-    ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
-    qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: its state is passed over, whatever it is
-    as_saved: bool = False  # what a run of ours saved keeps its keys and is not compared with its arguments
-    verify: bool = False  # compare what is read with the checksums
-
-
 class NoCheckpointError(ValueError):
     """A path does not name one checkpoint in a format that we know."""
 
 
-def _open_torch_dist(directory: Path, hints: Hints) -> Source:
-    if hints.as_saved:
-        common = read_common(directory, verify=hints.verify)
-        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
-            return RunCheckpoint(directory, common, hints.verify)
-    return TorchDistSource(directory, hints.optimizer, hints.verify)
-
-
 class Format(NamedTuple):
-    """How a format is recognised, checked and opened."""
+    """How a format is recognised, and what is missing or truncated as far as can be told without reading tensors."""
 
     is_one: Callable[[Path], bool]
-    faults: Callable[[Path], list[str]]  # what is missing or truncated, without reading tensors
-    open: Callable[[Path, Hints], Source]
+    faults: Callable[[Path], list[str]]
+
+
+def _torch_dist_faults(directory: Path) -> list[str]:
+    return missing_or_truncated(directory) if is_complete(directory) else [f"{METADATA_JSON} is missing"]
 
 
 FORMATS: dict[str, Format] = {
-    "torch_dist": Format(is_torch_dist, torch_dist_faults, _open_torch_dist),
-    "legacy": Format(is_legacy, legacy_faults, lambda directory, hints: LegacySource(directory, hints.optimizer)),
-    "hf": Format(
-        is_huggingface,
-        lambda directory: [],  # all of its files are looked at when it is opened
-        lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
-    ),
-    "universal": Format(
-        lambda directory: (directory / ZERO).is_dir(),
-        universal_faults,
-        lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
-    ),
+    "torch_dist": Format(lambda directory: (directory / METADATA).is_file(), _torch_dist_faults),
+    "legacy": Format(is_legacy, legacy_faults),
+    "hf": Format(is_huggingface, lambda directory: []),  # all of its files are looked at when it is opened
+    "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
 }
 
 
@@ -227,24 +186,6 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
     return found
 
 
-def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
-    """The checkpoint that `root` means as a `Source`."""
-    return open_found(require_checkpoint(root, step, loader), hints)
-
-
-def open_found(found: Found, hints: Hints | None = None) -> Source:
-    """A checkpoint that was found, perhaps by another process."""
-    hints = hints or Hints()
-    if hints.verify and not (found.directory / CHECKSUMS).is_file():
-        raise ValueError(
-            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: leave the flag "
-            "away, or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
-        )
-    source = FORMATS[found.format].open(found.directory, hints)
-    source.args.update(hints.args)
-    return source
-
-
 def _formats_of(directory: Path) -> list[str]:
     return [name for name, form in FORMATS.items() if form.is_one(directory)]
 
@@ -259,69 +200,3 @@ def _listed(root: Path) -> str:
         return f"complete are: {', '.join(complete)}"
     found = "".join(f"\n  {name}: {problem}" for name, problem in list(faults.items())[:5])
     return f"{root} holds no complete checkpoint{found}"
-
-
-_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
-_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
-
-
-class RunCheckpoint:
-    """A torch_dist directory that a run of this program saved: its keys are model space, whatever the model is.
-
-    `common` is the content of its common.pt. With `verify` all that is read is compared with the checksums.
-    """
-
-    def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = False) -> None:
-        self.description = str(directory)
-        if "args" not in common:
-            raise CheckpointError(f"{directory} holds tensors, but not the arguments and the state of a training run")
-        self.args: dict[str, Any] = dict(vars(common["args"]))
-        if "iteration" in common or "optimizer" in common:  # else it is a released model, converted
-            _POSITION(common, f"{directory}: the state of the run")
-            _CONSUMED(self.args, f"{directory}: the arguments of the run")
-        self.reader = Reader(directory, verify=verify)
-        self.unused: list[str] = []
-        stored = self.reader.metadata
-        self.tensors = {key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()}
-        self.training: TrainingState | None = training_state(common, self.args, param_groups(common.get("optimizer")))
-        generators = [key for key in stored.objects if key.startswith("rng_state/")]
-        self.training.rng = {key: partial(self.reader.read_object, key) for key in generators}
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self.reader.read(key, offset, shape)
-
-
-class _SourceReader:
-    """What the engine reads a `Source` of another program by: tensors box by box, generators as objects."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.metadata = self
-        self.tensors = source.tensors
-        self.objects: Collection[str] = source.training.rng if source.training is not None else ()
-        self.bytes_needed = self.bytes_read = 0
-
-    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        """In one thread: sources make no promise about more."""
-        for key, offset, target in requests:
-            target.copy_(self._source.read(key, offset, tuple(target.shape)))
-            self.bytes_needed += target.numel() * self.tensors[key].dtype.itemsize
-            self.bytes_read = self.bytes_needed
-
-    def read_object(self, key: str) -> Any:
-        assert self._source.training is not None
-        return self._source.training.rng[key]()
-
-
-def load_from_source(state: ShardedStateDict, source: Source, **options: Any) -> LoadReport:
-    """Fill the tensors of `state` in place from `source`; a collective. Options are those of `fill`.
-
-    Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
-    """
-    reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
-    total = sum(
-        box.tensor.nbytes for entry in state.values() if isinstance(entry, ShardedTensor) for box in entry.boxes
-    )
-    quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
-    with Progress(f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet):
-        return fill(state, reader, source.description, **options)
