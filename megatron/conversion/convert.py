@@ -44,13 +44,13 @@ _VERIFY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user knows of a source and its files do not tell."""
+    """What the user knows about a source that its files do not say."""
 
-    args: Mapping[str, Any] = field(default_factory=dict)  # they win over those in the files
+    args: Mapping[str, Any] = field(default_factory=dict)  # they override those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
     qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: its state is passed over, whatever it is
-    as_saved: bool = False  # what a run of ours saved keeps its keys and is not compared with its arguments
+    optimizer: bool = True  # False: skip its state, whatever it is
+    as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
     verify: bool = False  # compare what is read with the checksums
 
 
@@ -80,8 +80,8 @@ def open_found(found: Found, hints: Hints | None = None) -> Source:
     hints = hints or Hints()
     if hints.verify and not (found.directory / CHECKSUMS).is_file():
         raise ValueError(
-            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: leave the flag "
-            "away, or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
+            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: drop the flag, "
+            "or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
         )
     source = READERS[found.format](found.directory, hints)
     source.args.update(hints.args)
@@ -131,11 +131,11 @@ def convert(
     progress: Progress = no_progress,
     starting: Callable[[int], None] = lambda nbytes: None,
 ) -> ConversionReport:
-    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
+    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there complete or not at all.
 
-    `starting` is told how many bytes are to come: first to be written, then, with `verify`, compared. ValueError for
-    an existing target without `overwrite`, an unreadable source, and a target that cannot hold the model: nothing is
-    left behind then.
+    `starting` receives the number of bytes to write and then, with `verify`, to compare. Raises ValueError for an
+    existing target without `overwrite`, an unreadable source, or a format that cannot hold the model; nothing is left
+    behind then.
     """
     options = options or Options()
     source = open_checkpoint(load_dir, loader, step, hints)
@@ -144,7 +144,9 @@ def convert(
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
-        raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
+        raise ValueError(
+            f"--save-dir {save_dir} is or contains the source {load_dir}, which would be lost: choose another"
+        )
     changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
     partial = save_dir.with_name(f".{save_dir.name}.converting")
@@ -162,7 +164,7 @@ def convert(
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:
-    """About how many: without the little that a format adds."""
+    """Approximately: without what a format adds."""
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     if saver == "hf" and not options.optim_sidecar:
         return sum(info.nbytes for info in weights)
@@ -173,9 +175,9 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
 
 
 class CastSource:
-    """A source as the options want it: another dtype of the weights, or without the optimizer.
+    """A source with weights of another dtype, or without the optimizer, as the options say.
 
-    A new dtype is cast from the fp32 main parameters where there are some.
+    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
     """
 
     def __init__(self, source: Source, options: Options) -> None:
@@ -209,26 +211,24 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
     count = 0
     for key, info in result.tensors.items():
         if key not in source.tensors:
-            raise ValueError(f"verification: {result.description} has {key}, which the source has not")
+            raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
             if not torch.equal(result.read(key, offset, shape), expected):
                 raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
             progress(expected.nbytes)
         count += 1
-    lost = [key for key in source.tensors if key not in result.tensors and not _left_out(key, result)]
+    # A result without any optimizer state has no place for it, or it was not wanted.
+    has_optimizer = bool(optimizer_states(result.tensors))
+    wanted = [key for key in source.tensors if has_optimizer or not key.startswith("optimizer.")]
+    lost = [key for key in wanted if key not in result.tensors]
     if lost:
         raise ValueError(f"verification: {result.description} lacks {len(lost)} tensors of the source, {lost[0]} first")
     return count
 
 
-def _left_out(key: str, result: Source) -> bool:
-    """Optimizer state, where the result has none at all: the format cannot hold it, or it was not wanted."""
-    return key.startswith("optimizer.") and not any(other.startswith("optimizer.") for other in result.tensors)
-
-
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
-    """The source's layout where the options say nothing; chunks and uneven stages go with their pipeline."""
+    """The source's layout unless the options change it; a new number of stages drops chunks and uneven stages."""
     pp = options.pipeline_parallel or args.get("pipeline_model_parallel_size") or 1
     same_pipeline = pp == (args.get("pipeline_model_parallel_size") or 1)
     vpp = options.virtual_pipeline_parallel
@@ -241,7 +241,7 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
 
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:
-    """Below `root` as a run saves it: a directory per iteration, and the tracker last."""
+    """Write below `root` as a run does: a directory per iteration, and the tracker last."""
     training = source.training
     begun = training is not None and (training.iteration > 0 or training.param_groups is not None)
     iteration: int | str = training.iteration if training is not None and begun else "release"

@@ -1,4 +1,4 @@
-"""What all writers share: where a conversion grows, who works on it, and how large its parts are."""
+"""What all writers share: options, the output directory, threads, and writing at given positions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Options:
     transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
     stacked_layers: bool = False
     trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
-    note: Callable[[str], None] = lambda text: None  # told what else is worth a line
+    note: Callable[[str], None] = lambda text: None  # receives further lines for the user
 
 
 def make_empty_directory(directory: Path) -> None:
@@ -56,9 +56,9 @@ def make_empty_directory(directory: Path) -> None:
 
 @contextmanager
 def exclusive_output_dir(directory: Path) -> Iterator[None]:
-    """The directory, made or emptied, for one process at a time; it is removed if the block fails.
+    """Create or empty `directory` for one process at a time, and remove it if the block fails.
 
-    Raises ValueError while another conversion works there. What a killed one left is removed.
+    Raises ValueError while another conversion works there. Leftovers of a killed conversion are removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     handle = _open_own(directory)
@@ -77,13 +77,13 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
 
 
 def _open_own(directory: Path) -> int:
-    """A link that someone has planted would be emptied in place of the directory."""
+    """Refuse links: a planted one would have its target emptied."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise ValueError(f"{directory} is a link: remove it, a conversion would write where it leads") from error
+        raise ValueError(f"{directory} is a link: remove it, since a conversion would write to its target") from error
     if os.fstat(handle).st_uid != os.geteuid():
         os.close(handle)
         raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
@@ -95,12 +95,12 @@ def _lock(handle: int, directory: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems do not support locks
         pass
 
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Into the existing file, which is open meanwhile only: any number of files can be written in turns."""
+    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit on their number."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     view = memoryview(array)
     descriptor = os.open(path, os.O_WRONLY)
@@ -129,14 +129,14 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
 
 
 def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
-    """Files of torch.save below `directory` that are missing or damaged, as far as their structure tells."""
+    """Files of torch.save below `directory` that are missing or structurally damaged."""
     faults = []
     for path in paths:
         if not path.is_file():
             faults.append(f"{path.relative_to(directory)} is missing")
             continue
         try:
-            safe_open(path)  # the directory of an archive is at its end
+            safe_open(path)  # an archive lists its content at its end
         except CheckpointError as error:
             faults.append(str(error))
     return faults

@@ -1,8 +1,8 @@
-"""Which checkpoint a path means, in which format, and whether it is whole.
+"""Which checkpoint a path means, in which format, and whether it is complete.
 
 The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
 `release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
-something was lost since; then the newest complete checkpoint stands in.
+something was lost since; then the newest complete checkpoint is taken instead.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 
 
 class NoCheckpointError(ValueError):
-    """A path does not name one checkpoint in a format that we know."""
+    """A path does not name exactly one checkpoint in a known format."""
 
 
 class Format(NamedTuple):
-    """How a format is recognised, and what is missing or truncated as far as can be told without reading tensors."""
+    """How a format is recognised, and which files are missing or truncated (without reading tensors)."""
 
     is_one: Callable[[Path], bool]
     faults: Callable[[Path], list[str]]
@@ -50,7 +50,7 @@ def _torch_dist_faults(directory: Path) -> list[str]:
 FORMATS: dict[str, Format] = {
     "torch_dist": Format(lambda directory: (directory / METADATA).is_file(), _torch_dist_faults),
     "legacy": Format(is_legacy, legacy_faults),
-    "hf": Format(is_huggingface, lambda directory: []),  # all of its files are looked at when it is opened
+    "hf": Format(is_huggingface, lambda directory: []),  # opening it checks all of its files
     "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
 }
 
@@ -66,10 +66,10 @@ class Found(NamedTuple):
 def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "auto") -> Found | None:
     """The checkpoint that `root` means, or None if there is none at all.
 
-    `root` itself if it is one; iteration `step`, if given; else what the tracker names; else (the tracker is lost or
-    damaged, or that checkpoint is) the newest complete one. Raises NoCheckpointError if what is asked for is not there
-    or not whole, and if there are checkpoints, but none that is whole: to start from scratch would overwrite them.
-    `loader` names the format of a directory that looks like several.
+    `root` itself if it is one; iteration `step`, if given; else what the tracker names; else (the tracker or that
+    checkpoint is lost or damaged) the newest complete one. Raises NoCheckpointError if `step` is missing or incomplete,
+    or if no checkpoint is complete: starting from scratch would overwrite them. `loader` names the format of a
+    directory that looks like several.
     """
     root = Path(root)
     if step is None and _formats_of(root):
@@ -93,9 +93,9 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
 
 
 def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | None]:
-    """What `step`, if given, or the tracker names, whole or not, and the words for it.
+    """What `step`, if given, or the tracker names, complete or not, and a description for messages.
 
-    Only words for a damaged tracker, nothing without one.
+    Only the description for a damaged tracker; neither without a tracker.
     """
     if step is not None:
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
@@ -110,10 +110,10 @@ def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | N
 
 
 def newest_first(root: Path, head: Path | None = None) -> list[Path]:
-    """The checkpoints in `root`, whole or not, in the order in which they stand in for one that is lost.
+    """The checkpoints in `root`, complete or not, in the order in which they replace a lost one.
 
-    The one place that decides which of two checkpoints is newer: of iterations, those on the branch that ends with
-    `head` count, without one those on the branch of the latest start (see `dist_checkpointing.lineage`).
+    Only this function decides which of two checkpoints is newer. Iterations must be on the branch that ends with
+    `head`, or by default on the branch of the latest start (see `dist_checkpointing.lineage`).
     """
     lineages = {i: read_lineage(iteration_directory(root, i)) for i in saved_iterations(root)}
     end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
@@ -149,9 +149,9 @@ def checkpoint_directory(root: Path, named: int | str) -> Path:
 
 
 def fault(directory: Path) -> str | None:
-    """Why the checkpoint `directory` cannot be loaded, as far as can be told without reading tensors; None if it can.
+    """Why the checkpoint `directory` cannot be loaded, judged without reading tensors; None if it can.
 
-    It asks for every file of every rank: one rank calls it.
+    It looks at the files of all ranks, so only one rank should call it.
     """
     formats = _formats_of(directory)
     if not formats:
@@ -168,7 +168,7 @@ def detect(directory: Path, loader: str = "auto") -> str:
     """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is exactly one."""
     formats = _formats_of(directory) if loader == "auto" else [loader]
     if len(formats) != 1:
-        what = "looks like " + " and ".join(formats) if formats else "is in no format that we know"
+        what = "looks like " + " and ".join(formats) if formats else "is in no known format"
         raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(FORMATS)})")
     return formats[0]
 
@@ -179,7 +179,7 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
     if found is None:
         there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
         raise NoCheckpointError(
-            f"{root} is no checkpoint in a format that we know ({', '.join(FORMATS)}); it holds: {there}"
+            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: {there}"
         )
     if found.note is not None:
         logger.warning(found.note)
@@ -193,7 +193,7 @@ def _formats_of(directory: Path) -> list[str]:
 def _listed(root: Path) -> str:
     """What is there, for messages."""
     if not root.is_dir():
-        return f"{root} is no directory"
+        return f"{root} is not a directory"
     faults = {directory.name: fault(directory) for directory in newest_first(root)}
     complete = [name for name, problem in faults.items() if problem is None]
     if complete:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron.conversion.find_checkpoint as loading
+import megatron.conversion.load as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
 from megatron.conversion.files import Options

@@ -25,9 +25,9 @@ class UniversalSource:
     """Full-precision parameters, moments and run of a universal checkpoint.
 
     The weights of a bf16 or fp16 run are its main parameters, cast. `args` (Megatron-LM's names) were given by the
-    user: they win over the files and supply what these lack; `vocab_size` is the number of tokens to keep.
+    user: they override the files and supply what these lack; `vocab_size` is the number of tokens to keep.
     `qkv_layout`: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed since December
-    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments give away.
+    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments imply.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class UniversalSource:
         return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
-        """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""
+        """Number of [q; k; v] blocks, None for the layout by groups; the arguments decide unless `layout` does."""
         if layout not in (None, *QKV_LAYOUTS):
             raise ValueError(f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}")
         if layout is None and BLOCKS_MARK in self._files.args:
@@ -89,7 +89,7 @@ class UniversalSource:
         blocks = sizes.get("tp_degree") or self.args.get("tensor_model_parallel_size")
         if not blocks:
             flag = "--tensor-model-parallel-size"
-            raise ValueError(f"{self.description} does not tell how many ranks split q, k and v: give {flag}")
+            raise ValueError(f"{self.description} does not say how many ranks split q, k and v: give {flag}")
         return int(blocks)
 
 
@@ -111,7 +111,7 @@ def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
 
 
 def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What names and shapes give away, for directories without arguments."""
+    """What follows from names and shapes, for directories without arguments."""
     names, shapes = files.names, files.shapes
     implied: dict[str, Any] = {
         "num_layers": sum(key.endswith("linear_qkv.layer_norm_weight") for key in names),
@@ -135,7 +135,7 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
         implied |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": shapes[_POSITIONS][0]}
     elif "position_embedding_type" not in told:
         flag = flag_name("position_embedding_type")
-        raise ValueError(f"{files.description} does not tell how positions enter the model: give {flag}")
+        raise ValueError(f"{files.description} does not say how positions enter the model: give {flag}")
     return implied
 
 
@@ -145,7 +145,7 @@ def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) 
     missing = [key for key in wanted if key not in files.names]
     extra = [files.names[key] for key in files.names if key not in wanted]
     if missing or extra:
-        problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)} too much"
+        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(extra)}"
         raise ValueError(f"{files.description} is not the model of its arguments: it {problem}")
     for key, shape in wanted.items():
         found = files.shapes[key]

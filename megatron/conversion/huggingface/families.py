@@ -48,7 +48,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, mode
 class Family:
     """One `model_type`.
 
-    Rows that no model of the family has do no harm: a model is compared with what its config.json would say.
+    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole models.
     """
 
     model_type: str
@@ -292,7 +292,7 @@ def family_of(hf: Json) -> Family:
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
-            f"config.json: architecture {printable(architectures[0])} is no {family.architecture}: not supported"
+            f"config.json: architecture {printable(architectures[0])} is not {family.architecture}: not supported"
         )
     return family
 
@@ -300,7 +300,7 @@ def family_of(hf: Json) -> Family:
 def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     """The first family that can express the model, `preferred` before the others.
 
-    Raises ValueError with the obstacles of the family that comes nearest.
+    Raises ValueError with the obstacles of the closest family.
     """
     ordered = sorted(FAMILIES, key=lambda family: family.model_type != preferred)
     obstacles = {family.model_type: family.obstacles(config) for family in ordered}
@@ -310,5 +310,5 @@ def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(
         "none of the supported models of transformers computes the same as this one; "
-        f"{nearest} comes nearest, but has no {', no '.join(obstacles[nearest])}"
+        f"{nearest} is closest, but has no {', no '.join(obstacles[nearest])}"
     )

@@ -34,9 +34,9 @@ _NOT_THIS_MODELS = "is not this model's: leave it out (--no-optim) or remove it"
 class HuggingFaceSource:
     """Weights of a model of transformers; with the sidecar of an earlier export, the optimizer and the run too.
 
-    `args` (Megatron-LM's names) were given by the user: they win over config.json and supply what it lacks.
-    `ignored_fields` are fields of config.json that the user knows to be harmless. Raises ValueError for a model that
-    cannot be expressed, or files that do not fit together.
+    `args` (Megatron-LM's names) were given by the user: they override config.json and supply what it lacks.
+    `ignored_fields` are fields of config.json that the user knows to be harmless. Raises ValueError for a model that is
+    not supported, or files that do not fit together.
     """
 
     def __init__(
@@ -152,7 +152,9 @@ class HuggingFaceSource:
         for name, wanted in zip(part.names, part.stored_shapes(), strict=True):
             found = self._info(name)
             if not found.dtype.is_floating_point:
-                raise ValueError(f"{self._directory}: {self._stored(name)} is of {found.dtype}, which no weights are")
+                raise ValueError(
+                    f"{self._directory}: {self._stored(name)} has dtype {found.dtype}: weights must be floating point"
+                )
             if found.shape != wanted:
                 raise ValueError(
                     f"{self._directory}: {self._stored(name)} has shape {list(found.shape)}, but config.json makes it "
@@ -168,7 +170,7 @@ class HuggingFaceSource:
         if not torch.equal(head, self._read_parameter(WORD_EMBEDDINGS, (0, 0), self.tensors[WORD_EMBEDDINGS].shape)):
             raise ValueError(
                 f"{self._directory}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
-                "set tie_word_embeddings to false in config.json if the head counts"
+                "set tie_word_embeddings to false in config.json to keep the head"
             )
 
     def _add_sidecar(self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
     if unknown:
-        raise CheckpointError(f"{where}: the stored arguments do not tell {', '.join(unknown)}")
+        raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
             args[ours] = args[theirs]

@@ -58,7 +58,7 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
 def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str) -> list[Placed]:
     """Where each parameter lies, given the unpadded sizes of the buckets.
 
-    The sizes tell where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
+    The sizes show where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
     """
     placed: list[Placed] = []
     bucket, end = 0, 0  # end of the last parameter in the open bucket
@@ -121,7 +121,7 @@ def add_implied_main_parameters(table: PieceTable) -> None:
 
 
 def check_main_parameters(table: PieceTable, where: str) -> None:
-    """A first look at the opening: the beginning and the end of every piece of the main parameters."""
+    """Check the beginning and the end of every piece of the main parameters when a checkpoint is opened."""
     for key in [key for key in table.tensors if not key.startswith("optimizer.")]:
         main = optimizer_key("param", key)
         for piece in table.pieces(main) if main in table.tensors and main not in table.aliases else ():
@@ -135,8 +135,8 @@ def check_main_parameters(table: PieceTable, where: str) -> None:
 def read_checked(table: PieceTable, key: str, offset: Shape, shape: Shape, where: str) -> torch.Tensor:
     """The box of `key`; main parameters, rounded, must be the weights, to the bit.
 
-    That proves that flat buffers were cut where they were joined, and that the files mean what they say: a buffer does
-    not tell which element belongs to which parameter, and Megatron-core up to 0.19.2 shifts the parameters of
+    This proves that flat buffers were cut where they had been joined: a buffer does not record which element belongs to
+    which parameter, and Megatron-core up to 0.19.2 shifts the parameters of
     fully_reshardable state behind a padded bucket. Training would go on with the moments of other parameters.
     Raises CheckpointError naming the parameter, the reason and the way out.
     """

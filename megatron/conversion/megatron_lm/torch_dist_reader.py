@@ -89,7 +89,7 @@ class TorchDistSource:
             if not (key.startswith(("optimizer.", "chained_")) if not optimizer else _BUCKET.fullmatch(key)):
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
-            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT that we know")
+            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT model")
         rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
         self.args["model_vocab_size"] = rows
         self.config = stored_model(self.args, rows, self.description)

@@ -54,7 +54,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     """
     for name in _REQUIRED:
         if not args.get(name):
-            raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
+            raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     ARGUMENTS(known, description)
     return TransformerConfig(**{**known, "vocab_size": vocab_size})

@@ -242,7 +242,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
     """
     if WORD_EMBEDDINGS not in source.tensors:
-        raise ValueError(f"{source.description} has no {WORD_EMBEDDINGS}: it is no model that we know")
+        raise ValueError(f"{source.description} has no {WORD_EMBEDDINGS}: it is not a GPT model")
     config = model_config(source.args, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
     plans = []
     for tp, pp in layout.ranks:

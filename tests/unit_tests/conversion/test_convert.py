@@ -138,7 +138,7 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no checkpoint in a format that we know"):
+    with pytest.raises(ValueError, match="no checkpoint in a known format"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):

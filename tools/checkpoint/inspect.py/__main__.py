@@ -1,4 +1,4 @@
-"""Look into checkpoints: what they hold, whether they are whole, how two of them differ.
+"""Look into checkpoints: what they hold, whether they are complete, how two of them differ.
 
     python tools/checkpoint/inspect.py show run/checkpoints              what is in it, who wrote it, where it lies
     python tools/checkpoint/inspect.py verify run/checkpoints            files, coverage of every tensor, checksums
@@ -208,13 +208,13 @@ def _objects(keys: list[str]) -> str:
 
 
 def verify_target(root: Path, step: int | None) -> Path:
-    """The directory to verify, even if what is missing is that by which a checkpoint is recognised."""
+    """The directory to verify, even if the file that identifies its format is missing."""
     if any(root.glob("*.distcp")):
         return root
     named, _ = named_checkpoint(root, step)
     path = named if named is not None and any(named.glob("*.distcp")) else require_checkpoint(root, step).directory
     if not (FORMATS["torch_dist"].is_one(path) or any(path.glob("*.distcp"))):
-        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist has what it takes to verify it")
+        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist can be verified")
     return path
 
 

@@ -144,7 +144,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            "LlamaForSequenceClassification is no LlamaForCausalLM",
+            "LlamaForSequenceClassification is not LlamaForCausalLM",
         ),
         ({"is_encoder_decoder": True}, "is_encoder_decoder = True is not supported, only False is"),
         ({"hidden_size": None}, "no 'hidden_size': give --hidden-size"),

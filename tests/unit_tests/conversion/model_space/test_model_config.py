@@ -131,7 +131,7 @@ def test_spelling_does_not_matter() -> None:
 
 
 def test_missing_arguments_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="demo does not tell hidden_size: give --hidden-size"):
+    with pytest.raises(ValueError, match="demo lacks hidden_size: give --hidden-size"):
         model_config({"num_layers": 2, "num_attention_heads": 4}, 67, "demo")
     learned = {name: value for name, value in GPT_ARGS.items() if name != "max_position_embeddings"}
     with pytest.raises(ValueError, match="--max-position-embeddings"):
