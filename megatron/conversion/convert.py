@@ -149,12 +149,14 @@ def convert(
         )
     changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
+    # Beside the target, so that the final rename stays within one file system.
     partial = save_dir.with_name(f".{save_dir.name}.converting")
     with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
         verified = None
         if verify:
+            # Read back from the files, as the next program will, before anything replaces the target.
             written = open_checkpoint(partial)
             starting(sum(info.nbytes for info in written.tensors.values()))
             verified = compare(changed, written, progress)

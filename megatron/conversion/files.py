@@ -63,6 +63,7 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     handle = _open_own(directory)
     try:
+        # The lock goes with the process: a killed conversion blocks nobody.
         _lock(handle, directory)
         try:
             for path in directory.iterdir():

@@ -81,6 +81,7 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
         if step is not None:
             raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}")
         reason = f"{reason}, but {problem}"
+    # Nothing usable is named. Only now are all checkpoints looked at: on a parallel file system that takes a while.
     others = [directory for directory in newest_first(root, named) if directory != named]
     if reason is None and not others:
         return None

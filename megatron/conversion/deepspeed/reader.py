@@ -60,6 +60,7 @@ class UniversalSource:
         info = self.tensors[key]
         parameter, state = split_key(key)
         stored = self._files.tensor(parameter, state or "param")  # weights are main parameters, cast
+        # Universal checkpoints made from ZeRO-3 hold every parameter flat.
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))

@@ -58,6 +58,7 @@ def write_universal(
     run_jobs(jobs, options.workers)
     _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
     _save(target / model_state_name(0), writer.model_state(training, names))
+    # `latest_universal` makes the directory a checkpoint: it must not be durable before the rest is.
     fsync_tree(directory)
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)

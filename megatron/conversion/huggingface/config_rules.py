@@ -335,6 +335,7 @@ def read_config(hf: Json, rules: Collection[Rule], harmless: Collection[str], ar
 
     Raises ValueError for a field that is not known, missing or of an unsupported value.
     """
+    # A field that nobody reads may still change the model, so all must be known before any is used.
     checks = {field: check for rule in rules for field, check in rule.fields.items()}
     known = HARMLESS.union(harmless, checks)
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)

@@ -77,6 +77,7 @@ class Family:
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
         wanted = model_signature(config)
+        # Written fields are read back as if from a file. GPT-2 requires a length, which not every model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = usual | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
         try:

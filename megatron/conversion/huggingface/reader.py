@@ -57,6 +57,7 @@ class HuggingFaceSource:
             raise CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
+        # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
         biases = ("attention_bias", "mlp_bias") if family.has_field("attention_bias") else ()
@@ -76,6 +77,7 @@ class HuggingFaceSource:
         self.unused = sorted(set(self._files) - used)
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json is silent
             self.args |= {"bf16": default == torch.bfloat16, "fp16": default == torch.float16}
+        # What the user gave is written last: it overrides everything that the files say.
         self.args |= resolved(config) | {"hf_model_type": family.model_type}
         self.args |= tokenizer_arguments(directory, hf) | given
         self._sidecar = Sidecar.open(directory) if use_sidecar else None
@@ -88,6 +90,7 @@ class HuggingFaceSource:
         if self._sidecar is not None:
             if key in self._sidecar.tensors:
                 return self._read_optimizer(self._sidecar, key, offset, shape)
+            # Weights exported in another dtype: those of the run are its main parameters, rounded to its own dtype.
             if key in self._parts and self._stored_dtype(key) != info.dtype:
                 return self._sidecar.read(optimizer_key("param", key), offset, shape).to(info.dtype)
         return self._read_parameter(key, offset, shape)

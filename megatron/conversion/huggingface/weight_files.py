@@ -109,6 +109,7 @@ class SafetensorsFile:
         result = torch.empty(shape, dtype=info.dtype)
         if not result.numel():
             return result
+        # Opened for each read: a model may have more shards than a process may have open files.
         with self.path.open("rb", buffering=0) as file:
             if shape[1:] == info.shape[1:]:
                 row = math.prod(info.shape[1:]) * info.dtype.itemsize
@@ -169,6 +170,7 @@ class SafetensorsWriter:
         assert tensor.dtype == info.dtype and tuple(tensor.shape[1:]) == info.shape[1:], (name, tensor.shape)
         position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
         assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
+        # Relative to the tensor until here, in the file from here on.
         position += self._base + self._starts[name]
         write_at(self._path, tensor.contiguous(), position)
         with self._lock:
@@ -276,6 +278,7 @@ def write_weight_files(
     files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    # All shards are laid out first, since any worker may write to any of them; each is renamed when all are complete.
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
         for file, shard in zip(files, shards, strict=True):

@@ -53,6 +53,7 @@ def write_huggingface(
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
         options.note(f"tokenizer: {copied}")
+    # Readers recognise a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
     write_json(directory / "config.json", {**family.write_config(config), **tokenizer.ids, "use_cache": True})
     fsync_tree(directory)

@@ -64,6 +64,7 @@ def write_legacy(
                             FilePlace(box.offset, box.shape, folder / name, start)
                             for box, start in zip(parameter.boxes, starts, strict=True)
                         ]
+        # Only now is every file laid out, and a tensor that several ranks hold is read once.
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
         run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
         fsync_tree(pending)

@@ -18,10 +18,8 @@ from megatron.conversion.megatron_lm.args import (
 )
 from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
 from megatron.conversion.megatron_lm.optimizer_state import (
-    add_implied_main_parameters,
-    check_main_parameters,
+    CheckedTable,
     fit_buckets,
-    read_checked,
     refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.model import (
@@ -30,7 +28,7 @@ from megatron.conversion.model_space.model import (
     check_parameters,
     model_tensors,
 )
-from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, ReadFlat, StoredPiece, region_of_flat
+from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     fused_name,
@@ -80,7 +78,7 @@ class TorchDistSource:
             common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []
-        self._table = PieceTable()
+        self._table = CheckedTable(self.description)
         self._num_layers = int(self.args["num_layers"])
         buckets = {_bucket_of(key): key for key in stored.tensors if _BUCKET.fullmatch(key)} if optimizer else {}
         if optimizer:
@@ -90,6 +88,7 @@ class TorchDistSource:
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
             raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT model")
+        # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
         self.args["model_vocab_size"] = rows
         self.config = stored_model(self.args, rows, self.description)
@@ -97,8 +96,7 @@ class TorchDistSource:
         if buckets:
             self._add_buckets(buckets)
             groups = groups or self._groups_of_buckets()
-        add_implied_main_parameters(self._table)
-        check_main_parameters(self._table, self.description)
+        self._table.complete()
         self.training: TrainingState | None = training_state(common, self.args, groups)
         rng = [key for key in stored.objects if key.startswith("rng_state/")]
         self.training.rng = {key: self._object_reader(key) for key in rng}
@@ -106,7 +104,7 @@ class TorchDistSource:
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return read_checked(self._table, key, offset, shape, self.description)
+        return self._table.read(key, offset, shape)
 
     def _object_reader(self, key: str) -> Callable[[], Any]:
         return lambda: self._reader.read_object(key)
@@ -183,6 +181,7 @@ class TorchDistSource:
             parameters = with_fused_norms(parameters)
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
+            # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.
             while (*place, len(keys), state) in buckets:
                 keys.append(buckets.pop((*place, len(keys), state)))
             self._add_buffer(state, keys, parameters, where)

@@ -123,6 +123,7 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one of each is enough.
     Raises ValueError for impossible sizes.
     """
+    # Building all layers of a large model takes minutes, even on the meta device.
     pattern = config.moe_layer_pattern
     first = {kind: pattern.index(kind) for kind in set(pattern)}
     try:

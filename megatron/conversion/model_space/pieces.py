@@ -53,27 +53,18 @@ class PieceTable:
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
-        self.aliases: set[str] = set()  # keys that name the elements of another
-        self._pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}
+        self.pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}  # by key, then by box
 
     def add(self, key: str, info: TensorInfo, piece: StoredPiece) -> None:
         """Raises ValueError when pieces disagree about the tensor."""
         known = self.tensors.setdefault(key, info)
         if known != info:
             raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
-        self._pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
-
-    def alias(self, key: str, of: str) -> None:
-        """`key` is the tensor `of` by another name."""
-        self.tensors[key], self._pieces[key] = self.tensors[of], self._pieces[of]
-        self.aliases.add(key)
-
-    def pieces(self, key: str) -> list[StoredPiece]:
-        return list(self._pieces[key].values())
+        self.pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element."""
-        return paste(self.pieces(key), offset, shape, self.tensors[key].dtype, key)
+        return paste(list(self.pieces[key].values()), offset, shape, self.tensors[key].dtype, key)
 
 
 def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
@@ -85,6 +76,7 @@ def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: tor
         if common is None:
             continue
         part = piece.read(common.in_first, common.shape)
+        # Most boxes lie within one piece, and need no copy.
         if common.shape == shape:
             return part
         if whole is None:

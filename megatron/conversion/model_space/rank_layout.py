@@ -127,6 +127,7 @@ def rank_parameters(
 
     `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are.
     """
+    # The ranks of dense layers do not depend on how experts are spread, so they need no world with room for both.
     dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     world = dense.tp_size * dense.pp_size
     ps = ParallelState.for_rank(dense, world, tp_rank + dense.tp_size * pp_rank)
