@@ -236,10 +236,9 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
     vpp = options.virtual_pipeline_parallel
     if vpp is None:
         vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    first, last = (args.get(name) if same_pipeline else None for name in ends)
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers") if same_pipeline else ()
     tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
-    return Layout.of(args["num_layers"], tp, pp, vpp, first, last)
+    return Layout.of(args["num_layers"], tp, pp, vpp, {name: args.get(name) for name in ends})
 
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:

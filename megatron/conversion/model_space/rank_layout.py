@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import NORM_KEYS
 
-# Megatron-LM's argument -> that of `pipeline_layer_ranges`.
-RULES = {
+# How stages may differ: Megatron-LM's argument -> that of `pipeline_layer_ranges`.
+SPLITS = {
+    "decoder_first_pipeline_num_layers": "first_stage_layers",
+    "decoder_last_pipeline_num_layers": "last_stage_layers",
     "account_for_embedding_in_pipeline_split": "account_for_embedding",
     "account_for_loss_in_pipeline_split": "account_for_loss",
     "pipeline_model_parallel_layout": "layout",
@@ -42,65 +44,46 @@ class Layout:
 
     parallel: ParallelConfig
     stages: tuple[tuple[range, ...], ...]
-    first_stage_layers: int | None = None  # where they differ from the others'
-    last_stage_layers: int | None = None
-    rules: Mapping[str, Any] = field(default_factory=dict)  # others of `pipeline_layer_ranges`
+    splits: Mapping[str, Any]  # those of SPLITS that are in use
 
     @classmethod
-    def of(
-        cls,
-        num_layers: int,
-        tp: int,
-        pp: int,
-        vpp: int = 1,
-        first: int | None = None,
-        last: int | None = None,
-        **rules: Any,
-    ) -> Layout:
-        """Raises ValueError where the layers cannot be split like that; `rules` as in `pipeline_layer_ranges`."""
+    def of(cls, num_layers: int, tp: int, pp: int, vpp: int = 1, args: Mapping[str, Any] | None = None) -> Layout:
+        """`args` may hold SPLITS, among others. Raises ValueError where the layers cannot be split like that."""
         RANKS(tp * pp, f"{tp} x {pp} ranks")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
-        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last, **rules)
-        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last, rules)
+        splits = {name: args[name] for name in SPLITS if args.get(name)} if args else {}
+        rules: dict[str, Any] = {SPLITS[name]: value for name, value in splits.items()}
+        stages = pipeline_layer_ranges(num_layers, pp, vpp, **rules)
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), splits)
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
         """The layout that a Megatron-LM Namespace records."""
-        layout = cls.of(
-            args["num_layers"],
-            args.get("tensor_model_parallel_size") or 1,
-            args.get("pipeline_model_parallel_size") or 1,
-            args.get("virtual_pipeline_model_parallel_size") or 1,
-            args.get("decoder_first_pipeline_num_layers"),
-            args.get("decoder_last_pipeline_num_layers"),
-            **{rule: args[name] for name, rule in RULES.items() if args.get(name)},
-        )
+        kinds = ("tensor", "pipeline", "virtual_pipeline")
+        tp, pp, vpp = (args.get(f"{kind}_model_parallel_size") or 1 for kind in kinds)
+        layout = cls.of(args["num_layers"], tp, pp, vpp, args)
         if (args.get("num_experts") or 0) <= 1:
             return layout
         ep, etp = (args.get(f"expert_{axis}_parallel_size") for axis in ("model", "tensor"))
         RANKS((ep or 1) * (etp or 1), f"{ep} x {etp} ranks of experts")
-        sizes: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
-        return replace(layout, parallel=replace(layout.parallel, **sizes))
+        of_experts: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
+        return replace(layout, parallel=replace(layout.parallel, **of_experts))
 
     def arguments(self) -> dict[str, Any]:
         """What `from_args` reads: a layout in Megatron-LM's arguments."""
-        tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
+        parallel, chunks = self.parallel, self.parallel.vpp_size if self.parallel.vpp_size > 1 else None
         return {
-            "tensor_model_parallel_size": tp,
+            "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
-            "expert_tensor_parallel_size": self.parallel.etp_size,
-            "expert_model_parallel_size": self.parallel.ep_size,
-            "pipeline_model_parallel_size": pp,
-            "transformer_pipeline_model_parallel_size": pp,
-            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "expert_tensor_parallel_size": parallel.etp_size,
+            "expert_model_parallel_size": parallel.ep_size,
+            "pipeline_model_parallel_size": parallel.pp_size,
+            "transformer_pipeline_model_parallel_size": parallel.pp_size,
+            "virtual_pipeline_model_parallel_size": chunks,
             "num_layers_per_virtual_pipeline_stage": None,
-            "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
-            "decoder_first_pipeline_num_layers": self.first_stage_layers,
-            "decoder_last_pipeline_num_layers": self.last_stage_layers,
-            "account_for_embedding_in_pipeline_split": bool(self.rules.get("account_for_embedding")),
-            "account_for_loss_in_pipeline_split": bool(self.rules.get("account_for_loss")),
-            "pipeline_model_parallel_layout": self.rules.get("layout"),
+            "num_virtual_stages_per_pipeline_rank": chunks,
+            **{name: self.splits.get(name, False if name.startswith("account_") else None) for name in SPLITS},
         }
 
     @property

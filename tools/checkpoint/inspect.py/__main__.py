@@ -345,11 +345,10 @@ def plan(args: argparse.Namespace) -> int:
     source = open_checkpoint(args.path, step=args.ckpt_step)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
-    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, *ends))
+        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
     except ValueError as error:
         result = facts | {"loadable": False, "reason": str(error)}
         print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")

@@ -146,10 +146,15 @@ def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) 
 
 
 @pytest.mark.parametrize(
-    "rules", [{"layout": "Et|t|t|tttL"}, {"account_for_embedding": True, "account_for_loss": True}, {}]
+    "splits",
+    [
+        {"pipeline_model_parallel_layout": "Et|t|t|tttL"},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        {},
+    ],
 )
-def test_rules_of_the_pipeline_travel_in_the_arguments(rules: dict) -> None:
+def test_splits_of_the_pipeline_are_in_the_arguments(splits: dict) -> None:
     """Files that are cut by rank are read with the layout that their arguments record."""
-    layout = Layout.of(6, 2, 2, 2, **rules) if rules.get("layout") or rules else Layout.of(8, 2, 2, 2)
+    layout = Layout.of(6 if splits else 8, 2, 2, 2, splits)
     again = Layout.from_args({"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()})
     assert again == layout
