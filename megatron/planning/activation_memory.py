@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.core.tensor_parallel import loss_chunk_elements
-from megatron.core.transformer.attention import takes_groups
+from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -103,8 +103,8 @@ class ActivationMemory:
         if self.exchanges_heads and not c.recomputes("core_attn"):
             context *= 2  # as the kernel gave it, and as the projection takes it
         normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
-        total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
-        total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
+        total = 2 * self.residual + self._norms * self.local_tokens * normalizer
+        total += 0 if c.recomputes("layernorm") else self._norms * self.residual  # the input of the linear layers
         total += qkv + context + (0 if self.mlp_again else self._mlp)
         if c.qk_layernorm:  # the heads before and after it
             heads = c.num_attention_heads + c.query_groups
@@ -131,6 +131,11 @@ class ActivationMemory:
             rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
             + scores + 4 * 8 * rows
         )  # fmt: skip
+
+    @property
+    def _norms(self) -> int:
+        """Of the layer's two norms those whose results are kept: the MLP's belongs to it."""
+        return 1 if self.mlp_again and not self.config.has_experts else 2
 
     @property
     def mlp_again(self) -> bool:
@@ -184,7 +189,7 @@ class ActivationMemory:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
-        mlp = self._mlp if self.mlp_again else 0  # there again for a while
+        mlp = self._mlp + (2 - self._norms) * self.residual if self.mlp_again else 0  # there again for a while
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize

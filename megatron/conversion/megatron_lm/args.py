@@ -52,6 +52,14 @@ ASKED_FOR: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
 }
 
+
+def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with those that loaders ask for."""
+    # Local layers without Apex use torch's norms, which refuse to persist.
+    local = args.get("transformer_impl") == "local"
+    return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
+
+
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {

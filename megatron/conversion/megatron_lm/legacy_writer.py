@@ -25,7 +25,7 @@ from megatron.conversion.model_space.rank_layout import (
     Layout,
     has_fused_norms,
     rank_parameters,
-    with_fused_norms,
+    with_local_norms,
 )
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
@@ -121,8 +121,8 @@ class _Contents:
         """By file name."""
         args, training = self._args, self._source.training
         chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
-        if has_fused_norms(args):
-            chunks = [with_fused_norms(parameters) for parameters in chunks]
+        if not has_fused_norms(args):
+            chunks = [with_local_norms(parameters) for parameters in chunks]
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)

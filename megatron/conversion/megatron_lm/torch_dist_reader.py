@@ -34,7 +34,7 @@ from megatron.conversion.model_space.rank_layout import (
     fused_name,
     has_fused_norms,
     rank_parameters,
-    with_fused_norms,
+    with_local_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import (
@@ -177,8 +177,8 @@ class TorchDistSource:
         """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
         if not parameters:
             return
-        if has_fused_norms(self.args):
-            parameters = with_fused_norms(parameters)
+        if not has_fused_norms(self.args):
+            parameters = with_local_norms(parameters)
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
             # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.

@@ -26,7 +26,6 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import NORM_KEYS
 
 # How stages may differ: Megatron-LM's argument -> that of `pipeline_layer_ranges`.
 SPLITS = {
@@ -173,31 +172,39 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
     return result
 
 
+# Norms by their names in Megatron-core's local modules and, as part of the projection that follows, in ours and
+# Transformer Engine's, which torch_dist has for both. The norm before a layer with experts stands by itself in both.
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
 def fused_name(name: str) -> str:
-    """A parameter's name in Transformer Engine's modules, whose norms belong to the projections that follow them."""
-    for local, fused in NORM_KEYS.items():
+    """The name on disk, in torch_dist, of a parameter of Megatron-core's local modules."""
+    for local, fused in _NORMS.items():
         name = name.replace("." + local, "." + fused)
     return name
 
 
-def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """A chunk's parameters by the names and in the order of Transformer Engine's modules.
+def local_name(name: str) -> str:
+    """The name of a parameter in Megatron-core's local modules, which have no fused norms."""
+    for local, fused in _NORMS.items():
+        name = name.replace("." + fused, "." + local)
+    return name
 
-    A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
+
+def with_local_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """A chunk's parameters by the names and in the order of Megatron-core's local modules.
+
+    The norm before attention comes first in its layer there, in front of linear_proj.
     """
-    names = {parameter.name for parameter in parameters}
-
-    def fused(name: str) -> str:
-        """The norm before a layer with experts has no projection to belong to."""
-        new = fused_name(name)
-        return new if new.replace(".layer_norm_bias", ".weight").replace(".layer_norm_", ".") in names else name
-
-    renamed = [replace(parameter, name=fused(parameter.name)) for parameter in parameters]
+    renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
     place = {parameter.name: index for index, parameter in enumerate(renamed)}
 
-    def order(parameter: LocalParameter) -> tuple[int, bool, int]:
-        module, own = parameter.name.rpartition(".")[0], place[parameter.name]
-        return place.get(f"{module}.weight", own), ".layer_norm_" not in parameter.name, own
+    def order(parameter: LocalParameter) -> float:
+        layer, norm, _ = parameter.name.partition("input_layernorm.")
+        return place[f"{layer}self_attention.linear_proj.weight"] - 0.5 if norm else place[parameter.name]
 
     return sorted(renamed, key=order)
 

@@ -222,8 +222,6 @@ class CheckpointConfig:
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """A save fails when no rank has written anything for so long."""
-    transformer_impl: str = flag("transformer_engine", choices=("local", "transformer_engine"))
-    """Whose modules of Megatron-LM legacy files are for: names and the order of parameters differ; results do not."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, in place of a warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))

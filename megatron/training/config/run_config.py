@@ -220,8 +220,9 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     except ValueError as error:
         problems.append(str(error))
-    if given.get("transformer_impl") == "transformer_engine":
-        notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
+    if given.get("fp8") is not None and "transformer_impl" not in given:
+        notes.append("--transformer-impl transformer_engine: --fp8-format needs it")
+        given["transformer_impl"] = "transformer_engine"
     if "fim_rate" in given and not given.get("fim_data"):
         problems.append(
             f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM ignores it, BigCode's fork fills in the "
@@ -330,6 +331,23 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
             "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
         )
+
+
+def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
+    """What attention of Transformer Engine cannot do over ranks of p2p and all_gather."""
+    model, cp_comm_type = config.model, config.parallel.cp_comm_type
+    if model.transformer_impl == "local" or config.parallel.cp_size == 1 or cp_comm_type == "a2a":
+        return
+    for flag_name, given in {
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
+        "--window-size": model.window_size is not None and cp_comm_type == "p2p",
+    }.items():
+        if given:
+            yield (
+                f"{flag_name} with --cp-comm-type {cp_comm_type} needs --transformer-impl local; with "
+                "transformer_engine take --cp-comm-type a2a"
+            )
 
 
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
@@ -456,6 +474,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
     (_check_context_parallel, "model parallel data"),
+    (_check_back_end, "model parallel data"),
     (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),

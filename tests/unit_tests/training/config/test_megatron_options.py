@@ -79,6 +79,7 @@ OTHER_DEFAULTS = {
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
     "dist_ckpt_workers": "files per rank",
     "cp_comm_type": "a list with p2p there: one for all layers or one for each",
+    "transformer_impl": "what computes, not what is computed",
     "distributed_backend": "nccl where there is a GPU",
 }
 
