@@ -11,7 +11,7 @@ import os
 from collections import OrderedDict, defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from megatron.conversion.megatron_lm.args import common_state, initial_rng_state
 from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import FilePlace, LocalParameter, write_to_places
+from megatron.conversion.model_space.pieces import FilePlace, LocalBox, LocalParameter, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     has_fused_norms,
@@ -57,13 +57,11 @@ def write_legacy(
             folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
             folder.mkdir()
             for name, content in contents.of_rank(layout, tp, pp).items():
-                for slot, position in write_archive(folder / name, content):
-                    for key, parameter, first in contents.held.get(slot, ()):
-                        starts = [position + (first + box.start) * slot.dtype.itemsize for box in parameter.boxes]
-                        places[key] += [
-                            FilePlace(box.offset, box.shape, folder / name, start)
-                            for box, start in zip(parameter.boxes, starts, strict=True)
-                        ]
+                path = folder / name
+                for slot, position in write_archive(path, content):
+                    for key, box, start in contents.held.get(slot, ()):
+                        place = position + start * slot.dtype.itemsize
+                        places[key].append(FilePlace(box.offset, box.shape, path, place))
         # Only now is every file laid out, and a tensor that several ranks hold is read once.
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
         run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
@@ -99,21 +97,16 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     )
 
 
-class _SlotContent(NamedTuple):
-    """The local elements of `parameter`, of the tensor `key`, lie in a slot from element `first`."""
-
-    key: str
-    parameter: LocalParameter
-    first: int
-
-
 class _Contents:
-    """What the files of a rank hold, with slots in place of tensors; `held` says what goes into the slots."""
+    """What the files of a rank hold, with slots in place of tensors.
+
+    `held` says what goes into a slot: boxes of the tensor `key`, from element `start` of the slot.
+    """
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source, self._args = source, args
         self._config = stored_model(args, args["model_vocab_size"], source.description)
-        self.held: dict[TensorSlot, list[_SlotContent]] = defaultdict(list)
+        self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
@@ -157,8 +150,12 @@ class _Contents:
 
     def _slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
         slot = TensorSlot(self._source.tensors[key].dtype, parameter.shape)
-        self.held[slot].append(_SlotContent(key, parameter, 0))
+        self._hold(slot, key, parameter, 0)
         return slot
+
+    def _hold(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
+        """The local elements of `parameter` lie in the slot from element `first`."""
+        self.held[slot] += [(key, box, first + box.start) for box in parameter.boxes]
 
     def _buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
         """`distrib_optim.pt`: the flat optimizer state of every chunk."""
@@ -169,10 +166,9 @@ class _Contents:
             states: dict[str, Any] = {}
             for state in optimizer_states(self._source.tensors):
                 states[state] = TensorSlot(torch.float32, (sum(sizes),))
-                self.held[states[state]] = [
-                    _SlotContent(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
-                    for parameter, bucket, start in placed
-                ]
+                for parameter, bucket, start in placed:
+                    first = sum(sizes[:bucket]) + start
+                    self._hold(states[state], optimizer_key(state, parameter.key), parameter, first)
             dtypes = (self._source.tensors[parameters[0].key].dtype, torch.float32)
             content[index] = {dtypes: states | {"numel_unpadded": sum(sizes)}}
         return content
