@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.conversion.convert import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from tests import ROOT
 
