@@ -315,8 +315,12 @@ class AsyncSaver:
         else:
             save.barrier.await_begin()
 
+        barrier = save.barrier
+
+        # It must not know `save`, which knows the transfer that keeps it: the buffers would outlive the saver until the
+        # next garbage collection, and in a forked child, which has other memory in their place, unmap that.
         def wrote(nbytes: int) -> None:
-            save.barrier.show_progress()
+            barrier.show_progress()
             self._progress(nbytes)
 
         checksums = transfer.write(save.pending, wrote)
