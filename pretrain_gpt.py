@@ -68,7 +68,7 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
 
 
 def main() -> None:
-    if "--dry-run" in sys.argv:
+    if "--dry-run" in sys.argv:  # before anything else: it needs no process group
         with errors_explained_once(status=2):
             print(dry_run(sys.argv[1:], model_provider))
         return

@@ -179,6 +179,7 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     check_free_space(directory, sum(path.stat().st_size for path in stored))
     made = directory / "rewritten"
     write(made)
+    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this is interrupted.
     for path in stored:
         path.unlink()
     for path in list(made.iterdir()):
