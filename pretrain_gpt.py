@@ -75,6 +75,8 @@ def main() -> None:
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)
+        # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the last save ended.
+        dist.barrier()
     dist.destroy_process_group()
 
 
