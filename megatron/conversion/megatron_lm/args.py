@@ -196,14 +196,12 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
 # Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
 _MODEL: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "multi_latent_attention": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "rope_type": (None, "rope"),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "softmax_type": ("vanilla", None),

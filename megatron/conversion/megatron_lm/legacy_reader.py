@@ -31,7 +31,14 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
+from megatron.conversion.model_space.rank_layout import (
+    Layout,
+    LocalParameter,
+    fused_name,
+    has_fused_norms,
+    in_modules,
+    rank_parameters,
+)
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.schema import (
@@ -126,6 +133,8 @@ class LegacySource:
         for rank, content in files.items():
             folder = folders[rank]
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
+            if not has_fused_norms(self.args):  # names and order are the file's, but shapes are not
+                chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = _open(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None

@@ -30,10 +30,8 @@ from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredP
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
-    fused_name,
-    has_fused_norms,
+    in_modules,
     rank_parameters,
-    with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import (
@@ -44,6 +42,7 @@ from megatron.core.dist_checkpointing import (
     missing_or_truncated,
 )
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.transformer.transformer_layer import norm_key
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -121,7 +120,7 @@ class TorchDistSource:
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
-        name = fused_name(match[2] if match else key)
+        name = norm_key(match[2] if match else key, self._reader.metadata.tensors)
         state = match[1].replace("fp32_param", "param") if match else None
         stored = self._reader.metadata.tensors[key]
         reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
@@ -168,6 +167,7 @@ class TorchDistSource:
         for group, (tp, pp) in enumerate(layout.ranks):
             where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
+                parameters = in_modules(parameters, self.args, tp)
                 dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
                 self._add_chunk(buckets, (0, group, chunk), dense, where)
         for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
@@ -186,8 +186,6 @@ class TorchDistSource:
         """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
         if not parameters:
             return
-        if has_fused_norms(self.args):
-            parameters = with_fused_norms(parameters)
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
             while (*place, len(keys), state) in buckets:

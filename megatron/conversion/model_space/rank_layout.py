@@ -26,7 +26,7 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import NORM_KEYS
+from megatron.core.transformer.transformer_layer import NORM_KEYS, norm_key
 
 # Megatron-LM's argument -> that of `pipeline_layer_ranges`.
 RULES = {
@@ -220,13 +220,7 @@ def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParamete
     A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
     """
     names = {parameter.name for parameter in parameters}
-
-    def fused(name: str) -> str:
-        """The norm before a layer with experts has no projection to belong to."""
-        new = fused_name(name)
-        return new if new.replace(".layer_norm_bias", ".weight").replace(".layer_norm_", ".") in names else name
-
-    renamed = [replace(parameter, name=fused(parameter.name)) for parameter in parameters]
+    renamed = [replace(parameter, name=norm_key(parameter.name, names)) for parameter in parameters]
     place = {parameter.name: index for index, parameter in enumerate(renamed)}
 
     def order(parameter: LocalParameter) -> tuple[int, bool, int]:
@@ -234,6 +228,20 @@ def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParamete
         return place.get(f"{module}.weight", own), ".layer_norm_" not in parameter.name, own
 
     return sorted(renamed, key=order)
+
+
+def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
+    """A chunk's parameters of rank `tp` as the modules of a Megatron-LM run with these arguments held them."""
+    if has_fused_norms(args):
+        return with_fused_norms(parameters)
+    tp_size = args.get("tensor_model_parallel_size") or 1
+    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in parameters]
+
+
+def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
+    """Megatron-core's local modules split what latent attention's queries, keys and values come from over TP, too."""
+    (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
+    return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 
 
 def has_fused_norms(args: Mapping[str, Any]) -> bool:

@@ -123,7 +123,9 @@ class SelfAttention(MegatronModule):
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
             self.k_layernorm = Norm(config, head_dim, partial_grad=True, device=device)
-        self.rotary = RotaryTables(config, cp.attention_axis) if config.position_embedding_type == "rope" else None
+        self.rotary = None
+        if config.position_embedding_type == "rope":
+            self.rotary = RotaryTables(config, cp.attention_axis, head_dim, config.rotary_interleaved)
         self.core_attention = CoreAttention(config, tp=tp, rng=rng, cp=cp)
 
     def share_tables(self, other: SelfAttention) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 
 import torch
@@ -17,14 +17,28 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# On disk a norm is named after the projection it feeds (Megatron-core's names).
+# On disk a norm is named after the projection that it feeds, if it feeds a single one: not that of experts, nor that of
+# latent attention's input. (Transformer Engine's modules, Megatron-core's usual ones, have these names.)
 NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
+
+
+def norm_key(name: str, names: Container[str]) -> str:
+    """`name`, on disk, of a parameter of a norm, by either of its names; others are their own. `names`: all weights."""
+    for local, fused in NORM_KEYS.items():
+        before, found, part = name.partition(local if local in name else fused)
+        if found and (not before or before.endswith(".")):
+            projection = before + fused.replace(".layer_norm_", ".weight")
+            return before + (fused if projection in names else local) + part
+    return name
 
 
 class TransformerLayer(MegatronModule):
@@ -46,7 +60,8 @@ class TransformerLayer(MegatronModule):
         self.config, self.dropout, self.rng = config, config.hidden_dropout, rng
         self.sequence_parallel = sequence_parallel
         self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.self_attention = SelfAttention(
+        attention = MultiLatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention: MultiLatentAttention | SelfAttention = attention(
             config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
         )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
@@ -84,10 +99,5 @@ class TransformerLayer(MegatronModule):
             return F.dropout(branch, self.dropout)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        def on_disk(key: str) -> str:
-            name = key.removeprefix(prefix)
-            return next(
-                (prefix + new + name.removeprefix(old) for old, new in NORM_KEYS.items() if name.startswith(old)), key
-            )
-
-        return map_keys(super().sharded_state_dict(prefix), on_disk)
+        state = super().sharded_state_dict(prefix)
+        return map_keys(state, lambda key: norm_key(key, state))

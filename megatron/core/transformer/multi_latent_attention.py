@@ -1,0 +1,139 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2")."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.module import MegatronModule, Normal, param_info, set_param_info
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
+from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.rotary import Rotary, RotaryTables, rotate, yarn_mscale
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+
+
+class MultiLatentAttention(MegatronModule):
+    """Heads are split over TP; what their queries, keys and values are projected from is the same on all ranks.
+
+    Rows by head: of queries `[plain, rotated]`, of `linear_kv_up_proj` `[plain key, value]`. The last rows of
+    `linear_kv_down_proj` are the rotated part of the keys, one for all heads. Rotated are elements 2i and 2i + 1.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        rng: TensorParallelRng,
+        cp: ContextParallel = WHOLE_SEQUENCES,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp, self.cp, self.sequence_parallel = config, tp, cp, sequence_parallel
+        heads = config.num_attention_heads
+        self.heads = divide(heads, tp.size, "attention heads over the tensor-parallel ranks")
+        self.plain, self.rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+        hidden, query, latent = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
+        self.linear_proj = RowParallelLinear(
+            heads * config.v_head_dim,
+            hidden,
+            init=Normal(config.output_init_std),
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=config.add_bias_linear,
+            dtype=config.params_dtype,
+            device=device,
+        )
+        if query is None:
+            self.linear_q_proj = self._up(hidden, heads * config.qk_width, device)
+        else:
+            self.linear_q_down_proj = self._down(query, device)
+            self.linear_q_up_proj = self._up(query, heads * config.qk_width, device)
+        self.linear_kv_down_proj = self._down(latent + self.rotated, device)
+        self.linear_kv_up_proj = self._up(latent, heads * (self.plain + config.v_head_dim), device)
+        normed = config.qk_layernorm
+        self.q_layernorm = self._norm(query, device) if normed and query is not None else None
+        self.kv_layernorm = self._norm(latent, device) if normed else None
+        # Rotation comes before an exchange of heads, so its positions are those of this rank with every --cp-comm-type.
+        self.rotary = RotaryTables(config, cp.axis, self.rotated, interleaved=True)
+        scale = yarn_mscale(config, config.mscale_all_dim) ** 2 / math.sqrt(config.qk_width)
+        self.core_attention = CoreAttention(config, tp=tp, rng=rng, cp=cp, scale=scale)
+
+    def _up(self, inputs: int, outputs: int, device: torch.device | None) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            inputs,
+            outputs,
+            init=Normal(self.config.init_method_std),
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            bias=False,
+            dtype=self.config.params_dtype,
+            device=device,
+        )
+
+    def _down(self, outputs: int, device: torch.device | None) -> ColumnParallelLinear:
+        """The same on all TP ranks; each projects its own part of the sequence under sequence parallelism."""
+        config = self.config
+        linear = ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            init=Normal(config.init_method_std),
+            tp=Axis(),
+            bias=False,
+            dtype=config.params_dtype,
+            device=device,
+        )
+        info = replace(param_info(linear.weight), tp_dim=None, partial_grad=self.sequence_parallel)
+        set_param_info(linear.weight, info)
+        return linear
+
+    def _norm(self, width: int, device: torch.device | None) -> Norm:
+        return Norm(self.config, width, partial_grad=self.sequence_parallel, device=device)
+
+    def share_tables(self, other: MultiLatentAttention) -> None:
+        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
+        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` as for `SelfAttention`."""
+        latent, shared = self.linear_kv_down_proj(hidden_states).split([self.config.kv_lora_rank, self.rotated], -1)
+        # Every rank's heads use the shared part of the keys: its gradient is summed over TP.
+        enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
+        shared = enter(shared, self.tp)  # [s, b, rotated]
+        rotary = self.rotary(shared.shape[0], shared.dtype, shared.device)
+        query = self._query(hidden_states, rotary)
+        key, value = self._key_and_value(latent, shared, rotary)
+        # Fused kernels want one width: zeros at the end of a head change neither its scores nor what is kept of it.
+        width = max(self.config.qk_width, self.config.v_head_dim)
+        query, key, value = (self.cp.to_heads(F.pad(x, (0, width - x.shape[-1]))) for x in (query, key, value))
+        context = self.core_attention(query, key, value, attention_mask)
+        if width > self.config.v_head_dim:
+            context = context.unflatten(-1, (-1, width))[..., : self.config.v_head_dim].flatten(2)
+        return self.linear_proj(self.cp.to_sequence(context))
+
+    def _query(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
+        """`[s, b, heads/tp, 1, qk_width]`."""
+        if self.config.q_lora_rank is None:
+            query = self.linear_q_proj(hidden_states)
+        else:
+            latent = self.linear_q_down_proj(hidden_states)
+            query = self.linear_q_up_proj(latent if self.q_layernorm is None else self.q_layernorm(latent))
+        plain, rotated = query.unflatten(-1, (self.heads, 1, -1)).split([self.plain, self.rotated], -1)
+        return torch.cat((plain, rotate(rotated, rotary)), -1)
+
+    def _key_and_value(self, latent: Tensor, shared: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """`[s, b, heads/tp, 1, qk_width]` and `[s, b, heads/tp, 1, v_head_dim]`."""
+        both = self.linear_kv_up_proj(latent if self.kv_layernorm is None else self.kv_layernorm(latent))
+        plain, value = both.unflatten(-1, (self.heads, 1, -1)).split([self.plain, self.config.v_head_dim], -1)
+        rotated = rotate(shared.unflatten(-1, (1, 1, -1)), rotary).expand(-1, -1, self.heads, -1, -1)
+        return torch.cat((plain, rotated), -1), value
