@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, accepted, base_name, feature_of
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, base_name
 from megatron.training.config.run_config import flag_parser
 
 HEAD = """# Megatron-LM's options
@@ -29,7 +29,6 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
     known = flag_parser().spellings
     bases = {base_name(name) for name, spelling in known.items() if spelling.words == "0"}
     for name, option in MEGATRON_OPTIONS.items():
-        row, feature = accepted(name), feature_of(name)
         if option.group.startswith("fork: "):
             continue
         if name in OTHER_NAMES:
@@ -37,11 +36,13 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
             yield option.group, name, "yes", f"another way to say {told or OTHER_NAMES[name].takes}"
         elif name in known or (option.words == "0" and base_name(name) in bases):
             yield option.group, name, "yes", ""
-        elif row is not None:
-            only = f"; only {' or '.join(row.only)}" if row.only else ""
-            yield option.group, name, "no effect", row.reason + only
-        elif feature is not None:
-            yield option.group, name, "only as default", f"not implemented: {feature.what}"
+        elif option.here == "no effect":
+            only = f"; only {' or '.join(option.harmless)}" if option.harmless else ""
+            yield option.group, name, "no effect", option.why + only
+        elif option.here in ("turns on", "part of"):
+            yield option.group, name, "only as default", f"not implemented: {option.why}"
+        elif option.here == "called":
+            yield option.group, name, "only as default", f"renamed to {option.why}"
         else:
             yield option.group, name, "only as default", "not implemented"
 

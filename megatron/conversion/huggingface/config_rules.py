@@ -7,13 +7,14 @@ in `HARMLESS`: an ignored field may be a different model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from megatron.conversion.model_space.model import flag_name
-from megatron.conversion.model_space.source import LAYERS, SIZE
+from megatron.conversion.model_space.source import MODEL_ARGUMENTS, SIZE
 from megatron.core.dist_checkpointing.format.schema import (
+    Check,
+    anything,
     boolean,
     number,
     optional,
@@ -26,224 +27,127 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Json = dict[str, Any]
-_SIZES = """vocab_size num_hidden_layers n_layer hidden_size n_embd n_embed num_attention_heads n_head
-    num_key_value_heads head_dim intermediate_size n_inner max_position_embeddings n_positions n_ctx seq_length
-    sliding_window max_window_layers original_max_position_embeddings num_experts num_local_experts num_experts_per_tok
-    moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step"""
-_NUMBERS = """initializer_range rms_norm_eps layer_norm_epsilon attention_dropout hidden_dropout attn_pdrop resid_pdrop
-    embd_pdrop rope_theta partial_rotary_factor router_aux_loss_coef router_jitter_noise"""
-_SWITCHES = "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob qkv_bias"
-_TEXTS = "model_type torch_dtype dtype activation_function hidden_act"
-_ROPE_NUMBERS = """rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
-    original_max_position_embeddings"""
-_ROPE = record(
-    {f"{name}?": optional(text(256)) for name in ("rope_type", "type")}
-    | {f"{name}?": optional(number()) for name in _ROPE_NUMBERS.split()}
-)
-# What the fields that rules read may be.
-CONFIG = record(
-    {
-        **{f"{name}?": optional(SIZE) for name in _SIZES.split()},
-        **{f"{name}?": optional(LAYERS) for name in ("num_hidden_layers", "n_layer")},
-        **{f"{name}?": optional(number()) for name in _NUMBERS.split()},
-        **{f"{name}?": optional(boolean) for name in _SWITCHES.split()},
-        **{f"{name}?": optional(text(256)) for name in _TEXTS.split()},
-        **{f"{name}?": optional(sequence(text(256), 10**5)) for name in ("architectures", "layer_types")},
-        "mlp_only_layers?": optional(sequence(SIZE, 10_000)),
-        **{f"{name}?": optional(_ROPE) for name in ("rope_scaling", "rope_parameters")},
-    }
-)
 REQUIRED = object()  # a field without a default: it defines the model
+_TEXT = text(256)
 
 
-class Rule(Protocol):
-    """Some fields of config.json and the arguments that say the same."""
+class Rule(NamedTuple):
+    """Some fields of config.json, and the arguments that say the same.
 
-    @property
-    def fields(self) -> tuple[str, ...]: ...
+    `read(hf, args)` gives the arguments; those in `args`, from the user or from rules before, win over them.
+    `write(config)` gives the fields.
+    """
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        """Add to `args` what `hf` says; arguments that are there already were given by the user and stay."""
-        ...
-
-    def write(self, config: TransformerConfig) -> Json:
-        """The fields for this model."""
-        ...
+    fields: Mapping[str, Check]  # what they may be; null is as good as missing for all of them
+    read: Callable[[Json, Json], Json]
+    write: Callable[[TransformerConfig], Json] = lambda config: {}
 
 
-@dataclass(frozen=True)
-class Copy:
-    """One field, one argument; the first name is written, all are read."""
-
-    argument: str
-    fields: tuple[str, ...]
-    default: Any = REQUIRED
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        values = [hf[field] for field in self.fields if hf.get(field) is not None]
-        if values:
-            args.setdefault(self.argument, values[0])
-        elif self.default is not REQUIRED:
-            args.setdefault(self.argument, self.default)
-        elif self.argument not in args:
-            raise ValueError(f"config.json has no {self.fields[0]!r}: give {flag_name(self.argument)}")
-
-    def write(self, config: TransformerConfig) -> Json:
-        value = getattr(config, self.argument)
-        return {} if value is None else {self.fields[0]: value}
+def _unsupported(field: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(f"config.json: {field} = {shown(value)} is not supported, only {wanted}")
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """A field that must have one value: with any other the model computes something else."""
+def copied(argument: str, *fields: str, default: Any = REQUIRED, write_all: bool = False) -> Rule:
+    """The value of an argument: of several names all are read, and the first one is written (or all of them)."""
 
-    field: str
-    value: Any
-    written: bool = False
+    def read(hf: Json, args: Json) -> Json:
+        value = next((hf[field] for field in fields if hf.get(field) is not None), default)
+        if value is REQUIRED and argument not in args:
+            raise ValueError(f"config.json has no {fields[0]!r}: give {flag_name(argument)}")
+        return {argument: value}
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.field,)
+    def write(config: TransformerConfig) -> Json:
+        value = getattr(config, argument)
+        return {} if value is None else dict.fromkeys(fields if write_all else fields[:1], value)
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        value = hf.get(self.field)
-        if value is not None and value != self.value:
-            raise ValueError(f"config.json: {self.field} = {value!r} is not supported, only {self.value!r} is")
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.field: self.value} if self.written else {}
+    return Rule(dict.fromkeys(fields, MODEL_ARGUMENTS[argument]), read, write)
 
 
-@dataclass(frozen=True)
-class Implied:
-    """An argument that the family implies; there is no field for it."""
+def opposite(argument: str, field: str, default: bool) -> Rule:
+    """A switch that is on where the argument is off; `default` is what the field means when it is missing."""
 
-    argument: str
-    value: Any
-    fields: tuple[str, ...] = ()
+    def read(hf: Json, args: Json) -> Json:
+        value = hf.get(field)
+        return {argument: not (default if value is None else value)}
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        args.setdefault(self.argument, self.value)
+    return Rule({field: boolean}, read, lambda config: {field: not getattr(config, argument)})
 
-    def write(self, config: TransformerConfig) -> Json:
+
+def fixed(field: str, *values: Any, written: bool = False) -> Rule:
+    """A field with one meaning (the first value is the one that is written): with any other it is another model."""
+
+    def read(hf: Json, args: Json) -> Json:
+        if hf.get(field) is not None and hf[field] not in values:
+            raise _unsupported(field, hf[field], f"{values[0]!r} is")
         return {}
 
+    return Rule({field: anything}, read, lambda config: {field: values[0]} if written else {})
 
-@dataclass(frozen=True)
-class FeedForward:
+
+def implied(**arguments: Any) -> Rule:
+    """Arguments that the family implies; there is no field for them."""
+    return Rule({}, lambda hf, args: arguments)
+
+
+def feed_forward(field: str, free: bool) -> Rule:
     """`n_inner` of GPT-2, null for 4h; BLOOM has 4h always."""
 
-    field: str
-    free: bool
+    def read(hf: Json, args: Json) -> Json:
+        size, inner = 4 * args["hidden_size"], hf.get(field)
+        if inner not in (None, size) and not free:
+            raise _unsupported(field, inner, f"4 * hidden_size = {size} is")
+        return {"ffn_hidden_size": inner or size}
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (self.field,)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        size, inner = 4 * args["hidden_size"], hf.get(self.field)
-        if inner not in (None, size) and not self.free:
-            raise ValueError(f"config.json: {self.field} = {inner!r} is not supported, only 4 * hidden_size = {size}")
-        args.setdefault("ffn_hidden_size", inner or size)
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.field: config.ffn_size} if self.free else {}
+    return Rule({field: SIZE}, read, lambda config: {field: config.ffn_size} if free else {})
 
 
-@dataclass(frozen=True)
-class QueryGroups:
+def query_groups(default: int | None) -> Rule:
     """Null means one key/value head per query head; `default` is what a missing field means."""
 
-    default: int | None
-    fields: tuple[str, ...] = ("num_key_value_heads",)
+    def read(hf: Json, args: Json) -> Json:
+        heads = args["num_attention_heads"]
+        groups = args.get("num_query_groups") or hf.get("num_key_value_heads", default) or heads
+        return {"num_query_groups": groups, "group_query_attention": groups != heads}
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        groups = hf.get(self.fields[0], self.default) or args["num_attention_heads"]
-        args.setdefault("num_query_groups", groups)
-        args.setdefault("group_query_attention", args["num_query_groups"] != args["num_attention_heads"])
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: config.query_groups}
+    return Rule({"num_key_value_heads": SIZE}, read, lambda config: {"num_key_value_heads": config.query_groups})
 
 
-@dataclass(frozen=True)
-class HeadDim:
+def head_dim(default: int | None = None, always: bool = True) -> Rule:
     """Null means hidden_size / heads, a missing field `default`; `always` writes the implied value too."""
 
-    default: int | None = None
-    always: bool = True
-    fields: tuple[str, ...] = ("head_dim",)
+    def read(hf: Json, args: Json) -> Json:
+        value = hf.get("head_dim", default)
+        return {} if value is None else {"kv_channels": value}
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        head_dim = hf.get(self.fields[0], self.default)
-        if head_dim is not None:
-            args.setdefault("kv_channels", head_dim)
+    def write(config: TransformerConfig) -> Json:
+        is_implied = config.head_dim * config.num_attention_heads == config.hidden_size
+        return {} if is_implied and not always else {"head_dim": config.head_dim}
 
-    def write(self, config: TransformerConfig) -> Json:
-        implied = config.head_dim * config.num_attention_heads == config.hidden_size
-        return {} if implied and not self.always else {self.fields[0]: config.head_dim}
+    return Rule({"head_dim": SIZE}, read, write)
 
 
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
-_ERF_GELU = ("gelu", "gelu_python")
-
-
-@dataclass(frozen=True)
-class Gelu:
-    """Which GELU: `gelu_new` is the tanh approximation, `gelu` the exact one."""
-
-    fields: tuple[str, ...] = ("activation_function",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        name = hf.get(self.fields[0]) or "gelu_new"
-        if name not in _TANH_GELU + _ERF_GELU:
-            raise ValueError(f"config.json: {self.fields[0]} = {name!r} is not supported, only gelu_new and gelu are")
-        args.setdefault("swiglu", False)
-        args.setdefault("bias_gelu_fusion", name in _TANH_GELU)
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: "gelu_new" if config.tanh_gelu else "gelu"}
-
-
-@dataclass(frozen=True)
-class GatedSilu:
-    fields: tuple[str, ...] = ("hidden_act",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        name = hf.get(self.fields[0]) or "silu"
-        if name not in ("silu", "swish"):
-            raise ValueError(f"config.json: {self.fields[0]} = {name!r} is not supported, only silu is")
-        args.setdefault("swiglu", True)
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: "silu"}
-
-
-@dataclass(frozen=True)
-class Tied:
-    default: bool
-    fields: tuple[str, ...] = ("tie_word_embeddings",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        tied = hf.get(self.fields[0])
-        args.setdefault("untie_embeddings_and_output_weights", not (self.default if tied is None else tied))
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: not config.untie_embeddings_and_output_weights}
-
-
-@dataclass(frozen=True)
-class Biases:
+def biases(*fields: str) -> Rule:
     """Biases of attention and MLP are one argument in the model: one alone is read as both, the other being zero."""
+    return Rule(
+        dict.fromkeys(fields, boolean),
+        lambda hf, args: {"add_bias_linear": any(hf.get(field) for field in fields), "add_qkv_bias": False},
+        lambda config: dict.fromkeys(fields, config.add_bias_linear),
+    )
 
-    fields: tuple[str, ...] = ("attention_bias", "mlp_bias")
 
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        args.setdefault("add_bias_linear", any(hf.get(field) for field in self.fields))
-        args.setdefault("add_qkv_bias", False)
+def _read_gelu(hf: Json, args: Json) -> Json:
+    name = hf.get("activation_function") or "gelu_new"
+    tanh = name in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
+    if not tanh and name not in ("gelu", "gelu_python"):
+        raise _unsupported("activation_function", name, "gelu_new (the tanh approximation) and gelu (exact) are")
+    return {"swiglu": False, "bias_gelu_fusion": tanh}
 
-    def write(self, config: TransformerConfig) -> Json:
-        return {field: config.add_bias_linear for field in self.fields}
+
+GELU = Rule(
+    {"activation_function": _TEXT},
+    _read_gelu,
+    lambda config: {"activation_function": "gelu_new" if config.tanh_gelu else "gelu"},
+)
 
 
 _LLAMA3 = {  # field of the scaling dictionary -> argument
@@ -252,200 +156,154 @@ _LLAMA3 = {  # field of the scaling dictionary -> argument
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_max_position_embeddings",
 }
+_ROPE_NUMBERS = dict.fromkeys(("rope_theta", "partial_rotary_factor"), number())
+_ROPE = record(
+    {f"{name}?": optional(_TEXT) for name in ("rope_type", "type")}
+    | {f"{name}?": optional(number()) for name in (*_ROPE_NUMBERS, *_LLAMA3)}
+)
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Base and scaling; of the scalings only llama3 is known, all five numbers are kept."""
+def rope(partial: bool = False) -> Rule:
+    """Base and scaling; of the scalings only llama3 is known. `partial`: only a part of each head may be rotated."""
 
-    partial: bool = False  # a part of each head may be rotated
-    fields: tuple[str, ...] = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-        kind = rope.pop("rope_type", None) or rope.get("type") or "default"
-        rope.pop("type", None)
-        theta = rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    def read(hf: Json, args: Json) -> Json:
+        told = {k: v for k, v in (hf.get("rope_scaling") or hf.get("rope_parameters") or {}).items() if v is not None}
+        kind = told.get("rope_type") or told.get("type") or "default"
+        theta = told.get("rope_theta") or hf.get("rope_theta") or 10000.0
+        fraction = told.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+        scaling = {name: told[name] for name in told if name not in ("rope_type", "type", *_ROPE_NUMBERS)}
         if hf.get("rope_theta") not in (None, theta):  # 4.x would take the one, 5.x the other
             raise ValueError(f"config.json has rope_theta = {hf['rope_theta']} and {theta}: remove the wrong one")
-        fraction = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
         if kind not in ("default", "llama3"):
             raise ValueError(f"config.json: rope type {kind!r} is not supported, only default and llama3 are")
-        if self.partial:
-            args.setdefault("rotary_percent", float(fraction))
-        elif fraction != 1.0:
-            raise ValueError(f"config.json: partial_rotary_factor = {fraction} is not supported, only 1.0 is")
-        args.setdefault("rotary_base", float(theta))
-        args.setdefault("use_rope_scaling", kind == "llama3")
-        if kind == "llama3":
-            self._read_llama3(hf, rope, args)
-        unknown = [name for name, value in rope.items() if value is not None and name not in _LLAMA3]
-        if unknown or (kind == "default" and any(rope.get(name) is not None for name in _LLAMA3)):
-            raise ValueError(f"config.json: rope type {kind!r} with {sorted(rope)} is not understood")
+        if not set(scaling) <= set(_LLAMA3 if kind == "llama3" else ()):
+            raise ValueError(f"config.json: rope type {kind!r} with {shown(sorted(scaling))} is not understood")
+        if fraction != 1.0 and not partial:
+            raise _unsupported("partial_rotary_factor", fraction, "1.0 is")
+        base = {"rotary_base": float(theta), "use_rope_scaling": kind == "llama3"}
+        base |= {"rotary_percent": float(fraction)}
+        return base | (_read_llama3(hf, scaling, args) if kind == "llama3" else {})
 
-    def _read_llama3(self, hf: Mapping[str, Any], rope: Mapping[str, Any], args: dict[str, Any]) -> None:
-        for field, argument in _LLAMA3.items():
-            value = rope.get(field)
-            if value is None and field == "original_max_position_embeddings":
-                value = hf.get("max_position_embeddings")  # as transformers does
-            if value is None and argument not in args:
-                raise ValueError(f"config.json: rope scaling llama3 has no {field!r}: give {flag_name(argument)}")
-            args.setdefault(argument, value)
-
-    def write(self, config: TransformerConfig) -> Json:
+    def write(config: TransformerConfig) -> Json:
         scaling = {"rope_type": "llama3"} | {field: getattr(config, name) for field, name in _LLAMA3.items()}
-        part = {"partial_rotary_factor": config.rotary_percent} if self.partial else {}
+        part = {"partial_rotary_factor": config.rotary_percent} if partial else {}
         return {"rope_theta": config.rotary_base, "rope_scaling": scaling if config.use_rope_scaling else None, **part}
 
+    return Rule({**_ROPE_NUMBERS, "rope_scaling": _ROPE, "rope_parameters": _ROPE}, read, write)
 
-@dataclass(frozen=True)
-class MistralWindow:
+
+def _read_llama3(hf: Json, scaling: Json, args: Json) -> Json:
+    # Without the original length transformers takes the one that the model is for.
+    known = {"original_max_position_embeddings": hf.get("max_position_embeddings")} | scaling
+    for field, argument in _LLAMA3.items():
+        if known.get(field) is None and argument not in args:
+            raise ValueError(f"config.json: rope scaling llama3 has no {field!r}: give {flag_name(argument)}")
+    return {argument: known.get(field) for field, argument in _LLAMA3.items()}
+
+
+_LAYER_TYPES = {"layer_types": sequence(_TEXT, 10**5)}
+
+
+def _read_window(hf: Json, window: int | None) -> Json:
     """Every layer has the window or none has; transformers counts the token itself, `window_size` does not."""
-
-    default: int | None = 4096  # what a missing field means to transformers
-    fields: tuple[str, ...] = ("sliding_window", "layer_types")
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        window = hf.get("sliding_window", self.default)
-        kinds = set(hf.get("layer_types") or ())
-        if kinds - {"sliding_attention" if window else "full_attention"}:
-            raise ValueError(f"config.json: layer_types {sorted(kinds)} is not supported with sliding_window {window}")
-        args.setdefault("window_size", (window - 1, 0) if window else None)
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {"sliding_window": config.window_size[0] + 1 if config.window_size else None}
+    others = set(hf.get("layer_types") or ()) - {"sliding_attention" if window else "full_attention"}
+    if others:
+        raise ValueError(f"config.json: layer_types {sorted(others)} is not supported with sliding_window = {window}")
+    return {"window_size": (window - 1, 0) if window else None}
 
 
-@dataclass(frozen=True)
-class QwenWindow:
+FULL_ATTENTION = Rule(_LAYER_TYPES, lambda hf, args: _read_window(hf, None))
+
+
+def sliding_window(default: int | None) -> Rule:
+    """`default` is what a missing field means to transformers."""
+    return Rule(
+        _LAYER_TYPES | {"sliding_window": SIZE},
+        lambda hf, args: _read_window(hf, hf.get("sliding_window", default)),
+        lambda config: {"sliding_window": config.window_size[0] + 1 if config.window_size else None},
+    )
+
+
+def _read_qwen_window(hf: Json, args: Json) -> Json:
     """Layers from `max_window_layers` on have the window, if `use_sliding_window`; here all or none."""
-
-    fields: tuple[str, ...] = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        layers = args["num_layers"]
-        window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-        first = hf.get("max_window_layers", 28) if window else layers
-        implied = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-        kinds = set(hf.get("layer_types") or implied)
-        if kinds == {"full_attention"}:
-            args.setdefault("window_size", None)
-        elif kinds == {"sliding_attention"} and window:
-            args.setdefault("window_size", (window - 1, 0))
-        else:
-            raise ValueError(
-                f"config.json: layer_types {sorted(kinds)} with sliding_window = {window}, max_window_layers = {first} "
-                f"of {layers} layers: all must have the window, or none"
-            )
-
-    def write(self, config: TransformerConfig) -> Json:
-        if config.window_size is None:
-            return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
-        return {"use_sliding_window": True, "sliding_window": config.window_size[0] + 1, "max_window_layers": 0}
+    layers = args["num_layers"]
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    first = hf.get("max_window_layers", 28) if window else layers
+    all_of_them = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    kinds = set(hf.get("layer_types") or all_of_them)
+    if kinds == {"full_attention"}:
+        return {"window_size": None}
+    if kinds == {"sliding_attention"} and window:
+        return {"window_size": (window - 1, 0)}
+    raise ValueError(
+        f"config.json: layer_types {sorted(kinds)} with sliding_window = {window}, max_window_layers = {first} "
+        f"of {layers} layers: all must have the window, or none"
+    )
 
 
-@dataclass(frozen=True)
-class NormalizedTopK:
-    """Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone."""
-
-    fields: tuple[str, ...] = ("norm_topk_prob",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        args.setdefault("moe_router_pre_softmax", not hf.get(self.fields[0], False))
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: not config.moe_router_pre_softmax}
+def _write_qwen_window(config: TransformerConfig) -> Json:
+    if config.window_size is None:
+        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
+    return {"use_sliding_window": True, "sliding_window": config.window_size[0] + 1, "max_window_layers": 0}
 
 
-@dataclass(frozen=True)
-class AuxiliaryLoss:
-    """The weight of the load-balancing loss over a micro batch."""
-
-    fields: tuple[str, ...] = ("router_aux_loss_coef",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        args.setdefault("moe_aux_loss_coeff", [float(hf.get(self.fields[0]) or 0.0)])
-        args.setdefault("moe_router_load_balancing_type", ["aux_loss"])
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {self.fields[0]: config.load_balancing.get("aux_loss", 0.0)}
+QWEN_WINDOW = Rule(
+    _LAYER_TYPES | {"use_sliding_window": boolean, "sliding_window": SIZE, "max_window_layers": SIZE},
+    _read_qwen_window,
+    _write_qwen_window,
+)
 
 
-@dataclass(frozen=True)
-class ExpertLayers:
+# The load-balancing loss over a micro batch.
+AUXILIARY_LOSS = Rule(
+    {"router_aux_loss_coef": number()},
+    lambda hf, args: {
+        "moe_aux_loss_coeff": [float(hf.get("router_aux_loss_coef") or 0.0)],
+        "moe_router_load_balancing_type": ["aux_loss"],
+    },
+    lambda config: {"router_aux_loss_coef": config.load_balancing.get("aux_loss", 0.0)},
+)
+
+
+def _read_expert_layers(hf: Json, args: Json) -> Json:
     """Every `decoder_sparse_step`-th layer has experts, counted from 1, but for those in `mlp_only_layers`."""
-
-    fields: tuple[str, ...] = ("decoder_sparse_step", "mlp_only_layers")
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        step, dense = hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
-        pattern = [int((i + 1) % step == 0 and i not in dense) for i in range(args["num_layers"])]
-        args.setdefault("moe_layer_freq", 1 if all(pattern) else pattern)
-
-    def write(self, config: TransformerConfig) -> Json:
-        dense = [number for number, on in enumerate(config.moe_layer_pattern) if not on]
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    step, dense = hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
+    pattern = [int((i + 1) % step == 0 and i not in dense) for i in range(args["num_layers"])]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
 
-@dataclass(frozen=True)
-class FullAttention:
-    """No window in any layer."""
-
-    fields: tuple[str, ...] = ("layer_types",)
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
-        if kinds:
-            raise ValueError(f"config.json: layer_types {sorted(kinds)} is not supported, only full_attention is")
-        args.setdefault("window_size", None)
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {}
+def _write_expert_layers(config: TransformerConfig) -> Json:
+    dense = [number for number, has_experts in enumerate(config.moe_layer_pattern) if not has_experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-@dataclass(frozen=True)
-class Dropout:
-    """Several fields, one argument: the first one counts, all are written."""
-
-    argument: str
-    fields: tuple[str, ...]
-    default: float
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        value = hf.get(self.fields[0])
-        args.setdefault(self.argument, self.default if value is None else float(value))
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {field: getattr(config, self.argument) for field in self.fields}
+EXPERT_LAYERS = Rule(
+    {"decoder_sparse_step": SIZE, "mlp_only_layers": sequence(SIZE, 10_000)}, _read_expert_layers, _write_expert_layers
+)
 
 
-@dataclass(frozen=True)
-class Precision:
+def _read_precision(hf: Json, args: Json) -> Json:
     """`dtype` (5.x) or `torch_dtype` (4.x); where both are missing the tensors tell."""
-
-    fields: tuple[str, ...] = ("torch_dtype", "dtype")
-
-    def read(self, hf: Mapping[str, Any], args: dict[str, Any]) -> None:
-        name = str(hf.get("dtype") or hf.get("torch_dtype") or "auto").removeprefix("torch.")
-        if name not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"config.json: dtype {name!r} is not supported, only float32, bfloat16 and float16 are")
-        if name != "auto":
-            args.setdefault("bf16", name == "bfloat16")
-            args.setdefault("fp16", name == "float16")
-
-    def write(self, config: TransformerConfig) -> Json:
-        return {"torch_dtype": str(config.params_dtype).removeprefix("torch.")}
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "auto").removeprefix("torch.")
+    if name not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"config.json: dtype {name!r} is not supported, only float32, bfloat16 and float16 are")
+    return {} if name == "auto" else {"bf16": name == "bfloat16", "fp16": name == "float16"}
 
 
-COMMON_RULES: tuple[Rule, ...] = (
-    Copy("vocab_size", ("vocab_size",)),
-    Copy("init_method_std", ("initializer_range",), 0.02),
-    Precision(),
-    Fixed("is_encoder_decoder", False),
-    Fixed("add_cross_attention", False),
-    Fixed("tie_encoder_decoder", False),
-    Fixed("pruned_heads", {}),
-    Fixed("per_layer_config", {}),
+PRECISION = Rule(
+    {"torch_dtype": _TEXT, "dtype": _TEXT},
+    _read_precision,
+    lambda config: {"torch_dtype": str(config.params_dtype).removeprefix("torch.")},
+)
+COMMON_RULES = (
+    copied("vocab_size", "vocab_size"),
+    copied("init_method_std", "initializer_range", default=0.02),
+    PRECISION,
+    fixed("is_encoder_decoder", False),
+    fixed("add_cross_attention", False),
+    fixed("tie_encoder_decoder", False),
+    fixed("pruned_heads", {}),
+    fixed("per_layer_config", {}),
 )
 
 # Fields that describe files, tokens, generation or speed; none of them changes the logits.
@@ -464,14 +322,13 @@ _HARMLESS = """
 HARMLESS = frozenset(_HARMLESS.split())
 
 
-def read_config(
-    hf: Mapping[str, Any], rules: tuple[Rule, ...], harmless: Collection[str], args: Mapping[str, Any]
-) -> dict[str, Any]:
+def read_config(hf: Json, rules: Collection[Rule], harmless: Collection[str], args: Mapping[str, Any]) -> Json:
     """Arguments of the model in `hf`; `args` were given by the user and win.
 
     Raises ValueError for a field that is not known, missing or of an unsupported value.
     """
-    known = HARMLESS.union(harmless, *(rule.fields for rule in rules))
+    checks = {field: check for rule in rules for field, check in rule.fields.items()}
+    known = HARMLESS.union(harmless, checks)
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
     if unknown:
         listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
@@ -479,14 +336,12 @@ def read_config(
             f"config.json has fields that are not supported and may change what the model computes: {listed}. "
             f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"
         )
+    record({f"{field}?": optional(check) for field, check in checks.items()})(hf, "config.json")
     result = dict(args)
     for rule in rules:
-        rule.read(hf, result)
+        result = {**rule.read(hf, result), **result}
     return result
 
 
-def write_config(config: TransformerConfig, rules: tuple[Rule, ...]) -> Json:
-    fields: Json = {}
-    for rule in rules:
-        fields |= rule.write(config)
-    return fields
+def write_config(config: TransformerConfig, rules: Collection[Rule]) -> Json:
+    return {field: value for rule in rules for field, value in rule.write(config).items()}

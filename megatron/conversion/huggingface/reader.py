@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.config_rules import CONFIG
-from megatron.conversion.huggingface.families import StoredParameter, family_of
+from megatron.conversion.huggingface.families import family_of
+from megatron.conversion.huggingface.parameters import StoredParameter
 from megatron.conversion.huggingface.sidecar import Sidecar
 from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
 from megatron.conversion.huggingface.weight_files import open_weights
@@ -19,7 +19,7 @@ from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config,
 from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.row_maps import as_is, unpack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key
-from megatron.core.dist_checkpointing.format.schema import read_json
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 
@@ -50,15 +50,18 @@ class HuggingFaceSource:
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         given = dict(args or {})
-        self._hf = CONFIG(read_json(directory / "config.json"), str(directory / "config.json"))
+        hf = read_json(directory / "config.json")
         try:
-            self._family = family = family_of(self._hf)
-            self.args = family.read_config(self._hf, given, ignored_fields)
+            family = family_of(hf)
+            self.args = family.read_config(hf, given, ignored_fields)
         except ValueError as error:
-            raise ValueError(f"{directory}: {error}") from error
+            raise CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
+        self._biases_off = [
+            name for name in ("attention_bias", "mlp_bias") if family.has_field(name) and not hf.get(name)
+        ]
         places = map(self._as_stored, family.places(config))
         self._places = {place.key: place for place in places if self._holds(place)}
         self._check_shapes()
@@ -66,7 +69,7 @@ class HuggingFaceSource:
         self._check_tied(config)
         self.unused = sorted(set(self._files) - {self._stored(n) for p in self._places.values() for n in p.names})
         self.args |= resolved(config) | self._precision() | {"hf_model_type": family.model_type}
-        self.args |= tokenizer_arguments(directory, self._hf) | given
+        self.args |= tokenizer_arguments(directory, hf) | given
         self._sidecar = Sidecar.open(directory) if use_sidecar else None
         self.training: TrainingState | None = None
         if self._sidecar is not None:
@@ -145,7 +148,7 @@ class HuggingFaceSource:
 
     def _bias_is_off(self, key: str) -> bool:
         flag = "attention_bias" if ".self_attention." in key else "mlp_bias"
-        return self._family.has_optional_biases and key.endswith(".bias") and not self._hf.get(flag)
+        return key.endswith(".bias") and flag in self._biases_off
 
     def _check_shapes(self) -> None:
         for place in self._places.values():

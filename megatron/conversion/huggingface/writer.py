@@ -13,7 +13,8 @@ import torch
 
 from megatron.conversion.files import Progress, make_empty_directory, no_progress
 from megatron.conversion.huggingface import sidecar as hf_sidecar
-from megatron.conversion.huggingface.families import Family, StoredParameter, choose_family
+from megatron.conversion.huggingface.families import Family, choose_family
+from megatron.conversion.huggingface.parameters import StoredParameter
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
 from megatron.conversion.huggingface.weight_files import Outgoing, write_weight_files
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, exported_config, model_tensors

@@ -75,11 +75,12 @@ def _check_of(kind: Any) -> Check:
     return _check_of(arms[0])  # X | None
 
 
-_MODEL = {f"{name}?": _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()}
+MODEL_ARGUMENTS = {name: _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()} | {
+    "num_layers": optional(LAYERS),
+    "rotary_base": optional(number(1, 1e15)),
+}
 _RUN: dict[str, Check] = {
-    "num_layers?": optional(LAYERS),
     "num_experts?": optional(_check_of(int | list[int])),  # Megatron-DeepSpeed has a list
-    "rotary_base?": optional(number(1, 1e15)),
     "consumed_train_samples?": optional(COUNT),
     "consumed_valid_samples?": optional(COUNT),
     "model_vocab_size?": optional(SIZE),
@@ -104,7 +105,7 @@ _RUN: dict[str, Check] = {
     **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
     "train_data_fingerprint?": optional(text()),
 }
-ARGUMENTS = record(_MODEL | _RUN)
+ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 PARAM_GROUP = record(
     {

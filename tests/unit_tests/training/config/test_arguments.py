@@ -81,8 +81,8 @@ def test_every_kind_of_value():
             r"--mtp-num-layers 1 \(and 1 more flags of it\): .*multi-token",
         ),
         ("--fp8-format hybrid", r"fp8 and fp4 arithmetic is not implemented here"),
-        ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: no flag of Megatron-LM, but of a fork"),
-        ("--batch-size 4", r"--batch-size 4: no longer a flag of Megatron-LM; it is called --micro-batch-size today"),
+        ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork"),
+        ("--batch-size 4", r"--batch-size 4: Megatron-LM has renamed this flag to --micro-batch-size"),
         ("--spec x y", r"--spec x y: this option of Megatron-LM is not implemented here"),
     ],
 )

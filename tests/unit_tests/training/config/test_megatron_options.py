@@ -1,13 +1,12 @@
 """Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
 
-import re
 import typing
 
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import _kind_of, both_spellings, flag_fields, option_names
-from megatron.training.config.megatron_options import ACCEPTED_WITHOUT_EFFECT, FEATURES, MEGATRON_OPTIONS, NEVER
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS
 from megatron.training.config.run_config import SECTIONS, flag_parser
 from tests import GOLDEN
 from tests.flag_sets import outcome, read
@@ -49,14 +48,17 @@ def test_no_option_of_megatron_lm_is_unknown():
         assert line.given or line.ignored or line.problems, name  # none is dropped in silence
 
 
-def test_every_row_of_our_tables_is_about_options_that_there_are():
-    names = [name.removeprefix("--") for name in MEGATRON_OPTIONS]
-    for feature in FEATURES:
-        for pattern in (feature.options, feature.switches):
-            assert pattern in (None, NEVER) or any(re.fullmatch(pattern, name) for name in names), pattern
+def test_every_row_of_the_table_is_whole():
+    """Flags of ours have no row of options without effect; every feature can be turned on."""
     ours = {name for field, _ in FIELDS.values() for name in option_names(field)}
-    assert not ours & ACCEPTED_WITHOUT_EFFECT.keys()
-    assert all(row.reason for row in ACCEPTED_WITHOUT_EFFECT.values())
+    for name, option in MEGATRON_OPTIONS.items():
+        assert option.words in ("0", "1", "2", "3", "+", "*"), name
+        assert option.here in ("", "no effect", "turns on", "part of", "called"), name
+        assert bool(option.here) == bool(option.why), name
+        assert not (name in ours and option.here == "no effect"), name
+    turned_on = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "turns on"}
+    parts = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "part of"}
+    assert parts - turned_on == {"YaRN"}  # --rope-type turns it on: a flag that has no effect with its default alone
 
 
 # Fields whose default is not Megatron-LM's.

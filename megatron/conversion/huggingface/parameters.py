@@ -1,0 +1,144 @@
+"""Where the parameters of a model lie in the files of transformers: one row per module and family."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.conversion.model_space.model import model_tensors
+from megatron.conversion.model_space.row_maps import RowMap, qkv_apart, qkv_blocks, stacked, stored_rows
+from megatron.conversion.model_space.source import Shape
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one after the other.
+
+    Names lack the "weight" or "bias" at their end; `{e}` stands for every expert in turn.
+    """
+
+    names: tuple[str, ...]
+    qkv: bool = False  # the model has its rows by query group; the files have q, k and v, apart or one after the other
+    transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
+    fused: str | None = None  # the one tensor that transformers 5 has in memory: all experts in one; read, too
+    biased: bool = True  # False: a bias has no place in the files
+
+
+# Module of the model -> where it is. Keys of layers lack `decoder.layers.N.`, their names what `Family.layers` says.
+LLAMA_ROWS = {
+    "embedding.word_embeddings.": Row(("model.embed_tokens.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
+    "self_attention.linear_qkv.": Row(("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), qkv=True),
+    "self_attention.q_layernorm.": Row(("self_attn.q_norm.",)),
+    "self_attention.k_layernorm.": Row(("self_attn.k_norm.",)),
+    "self_attention.linear_proj.": Row(("self_attn.o_proj.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
+    "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj.")),
+    "mlp.linear_fc2.": Row(("mlp.down_proj.",)),
+    "mlp.router.": Row(("mlp.gate.",)),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("mlp.experts.{e}.gate_proj.", "mlp.experts.{e}.up_proj."), fused="mlp.experts.gate_up_proj"
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.{e}.down_proj.",), fused="mlp.experts.down_proj"),
+    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj.")),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_expert.down_proj.",)),
+    "mlp.shared_experts.gate_": Row(("mlp.shared_expert_gate.",)),
+    "decoder.final_layernorm.": Row(("model.norm.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
+MIXTRAL_ROWS = LLAMA_ROWS | {
+    "mlp.router.": Row(("block_sparse_moe.gate.",), fused="mlp.gate.weight"),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("block_sparse_moe.experts.{e}.w1.", "block_sparse_moe.experts.{e}.w3."), fused="mlp.experts.gate_up_proj"
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(("block_sparse_moe.experts.{e}.w2.",), fused="mlp.experts.down_proj"),
+}
+QWEN3_ROWS = LLAMA_ROWS | {
+    "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj."), biased=False),
+    "mlp.linear_fc2.": Row(("mlp.down_proj.",), biased=False),
+}
+PHI3_ROWS = LLAMA_ROWS | {
+    "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
+    "mlp.linear_fc1.": Row(("mlp.gate_up_proj.",)),
+}
+GPT2_ROWS = {
+    "embedding.word_embeddings.": Row(("transformer.wte.",)),
+    "embedding.position_embeddings.": Row(("transformer.wpe.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("ln_1.",)),
+    "self_attention.linear_qkv.": Row(("attn.c_attn.",), qkv=True, transposed=True),
+    "self_attention.linear_proj.": Row(("attn.c_proj.",), transposed=True),
+    "mlp.linear_fc1.layer_norm_": Row(("ln_2.",)),
+    "mlp.linear_fc1.": Row(("mlp.c_fc.",), transposed=True),
+    "mlp.linear_fc2.": Row(("mlp.c_proj.",), transposed=True),
+    "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
+BLOOM_ROWS = {
+    "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
+    "embedding.word_embeddings_layernorm.": Row(("transformer.word_embeddings_layernorm.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
+    "self_attention.linear_qkv.": Row(("self_attention.query_key_value.",)),  # by query group, as the model has it
+    "self_attention.linear_proj.": Row(("self_attention.dense.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
+    "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),
+    "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
+    "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A row for one tensor of one model: where exactly its values are."""
+
+    key: str
+    shape: Shape
+    names: tuple[str, ...]
+    row_map: RowMap
+    transposed: bool
+    fused: str | None = None
+
+    @property
+    def matrix(self) -> Shape:
+        """The shape with the matrices of experts one above the other."""
+        return _matrix(self.shape)
+
+    def stored_shapes(self) -> list[Shape]:
+        if self.names == (self.fused,):
+            return [self.shape]
+        shapes = [(rows, *self.matrix[1:]) for rows in stored_rows(self.row_map)]
+        return [shape[::-1] for shape in shapes] if self.transposed else shapes
+
+
+def _matrix(shape: Shape) -> Shape:
+    return shape if len(shape) < 3 else (math.prod(shape[:-1]), shape[-1])
+
+
+def stored_parameters(rows: Mapping[str, Row], layers: str, config: TransformerConfig) -> list[StoredParameter]:
+    """Every parameter of the model that has a row; the names of layer N begin with `layers` and N."""
+    parameters = []
+    for key, shape in model_tensors(config).items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in rows:
+            continue
+        row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
+        if match[3] == "bias" and not row.biased:
+            continue
+        experts = range(shape[0]) if "{e}" in row.names[0] else [0]
+        names = tuple(prefix + name.replace("{e}", str(e)) + match[3] for e in experts for name in row.names)
+        transposed = row.transposed and len(shape) == 2
+        fused = row.fused and prefix + row.fused
+        parameters.append(StoredParameter(key, shape, names, _row_map(row, names, shape, config), transposed, fused))
+    return parameters
+
+
+def _row_map(row: Row, names: tuple[str, ...], shape: Shape, config: TransformerConfig) -> RowMap:
+    heads = config.num_attention_heads, config.query_groups, config.head_dim
+    if row.qkv:
+        return qkv_apart(*heads) if len(names) == 3 else qkv_blocks(*heads, blocks=1)
+    return stacked(_matrix(shape)[0] // len(names), len(names))
