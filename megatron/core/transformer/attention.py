@@ -74,7 +74,18 @@ class CoreAttention(MegatronModule):
         )
 
 
-class SelfAttention(MegatronModule):
+class Attention(MegatronModule):
+    """What all kinds of attention have: positions and a core."""
+
+    rotary: RotaryTables | None
+    core_attention: CoreAttention
+
+    def share_tables(self, other: Attention) -> None:
+        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
+        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
+
+
+class SelfAttention(Attention):
     """Query groups are split over TP: a rank has whole groups, each some query heads with their key and value head.
 
     Rows of `linear_qkv`, viewed as `[groups, q + 2, d]`: the query heads of a group, its key, its value. So the global
@@ -127,10 +138,6 @@ class SelfAttention(MegatronModule):
         if config.position_embedding_type == "rope":
             self.rotary = RotaryTables(config, cp.attention_axis, head_dim, config.rotary_interleaved)
         self.core_attention = CoreAttention(config, tp=tp, rng=rng, cp=cp)
-
-    def share_tables(self, other: SelfAttention) -> None:
-        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden.

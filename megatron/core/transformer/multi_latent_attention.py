@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.module import MegatronModule, Normal, param_info, set_param_info
+from megatron.core.module import Normal, param_info, set_param_info
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, checkpoint
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
-from megatron.core.transformer.attention import CoreAttention
+from megatron.core.transformer.attention import Attention, CoreAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.rotary import Rotary, RotaryTables, rotate, yarn_mscale
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 
-class MultiLatentAttention(MegatronModule):
+class MultiLatentAttention(Attention):
     """Heads are split over TP; what their queries, keys and values are projected from is the same on all ranks.
 
     Rows by head: of queries `[plain, rotated]`, of `linear_kv_up_proj` `[plain key, value]`. The last rows of
@@ -39,7 +39,7 @@ class MultiLatentAttention(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.cp, self.sequence_parallel = config, tp, cp, sequence_parallel
+        self.config, self.tp, self.cp, self.rng, self.sequence_parallel = config, tp, cp, rng, sequence_parallel
         heads = config.num_attention_heads
         self.heads = divide(heads, tp.size, "attention heads over the tensor-parallel ranks")
         self.plain, self.rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
@@ -100,18 +100,25 @@ class MultiLatentAttention(MegatronModule):
     def _norm(self, width: int, device: torch.device | None) -> Norm:
         return Norm(self.config, width, partial_grad=self.sequence_parallel, device=device)
 
-    def share_tables(self, other: MultiLatentAttention) -> None:
-        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
-
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` as for `SelfAttention`."""
+        query = self.linear_q_down_proj(hidden_states) if self.config.q_lora_rank is not None else hidden_states
         latent, shared = self.linear_kv_down_proj(hidden_states).split([self.config.kv_lora_rank, self.rotated], -1)
         # Every rank's heads use the shared part of the keys: its gradient is summed over TP.
         enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
-        shared = enter(shared, self.tp)  # [s, b, rotated]
+        latents = (query, latent, enter(shared, self.tp), attention_mask)
+        if self.config.recomputes("mla_up_proj") and self.training:
+            context = checkpoint(self._attend, self.rng, *latents)
+        else:
+            context = self._attend(*latents)
+        return self.linear_proj(self.cp.to_sequence(context))
+
+    def _attend(self, query: Tensor, latent: Tensor, shared: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """From `[s, b, q_lora_rank]`, `[s, b, kv_lora_rank]` (both `[s/tp, ...]` under sequence parallelism) and
+        `[s, b, rotated]` to `[s, b, heads/tp * v_head_dim]`."""
+        assert self.rotary is not None
         rotary = self.rotary(shared.shape[0], shared.dtype, shared.device)
-        query = self._query(hidden_states, rotary)
+        query = self._query(query, rotary)
         key, value = self._key_and_value(latent, shared, rotary)
         # Fused kernels want one width: zeros at the end of a head change neither its scores nor what is kept of it.
         width = max(self.config.qk_width, self.config.v_head_dim)
@@ -119,14 +126,13 @@ class MultiLatentAttention(MegatronModule):
         context = self.core_attention(query, key, value, attention_mask)
         if width > self.config.v_head_dim:
             context = context.unflatten(-1, (-1, width))[..., : self.config.v_head_dim].flatten(2)
-        return self.linear_proj(self.cp.to_sequence(context))
+        return context
 
-    def _query(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
+    def _query(self, latent: Tensor, rotary: Rotary) -> Tensor:
         """`[s, b, heads/tp, 1, qk_width]`."""
         if self.config.q_lora_rank is None:
-            query = self.linear_q_proj(hidden_states)
+            query = self.linear_q_proj(latent)
         else:
-            latent = self.linear_q_down_proj(hidden_states)
             query = self.linear_q_up_proj(latent if self.q_layernorm is None else self.q_layernorm(latent))
         plain, rotated = query.unflatten(-1, (self.heads, 1, -1)).split([self.plain, self.rotated], -1)
         return torch.cat((plain, rotate(rotated, rotary)), -1)

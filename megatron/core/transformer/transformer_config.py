@@ -19,7 +19,7 @@ _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _YARN = {"has_yarn": True}
 _LATENT, _NOT_LATENT = ({"multi_latent_attention": on} for on in (True, False))
 _GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
 _DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
@@ -219,7 +219,7 @@ class TransformerConfig:
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
     """With selective: attention without its projections (core_attn, the default), the two norms in front of the
     projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
-    dispatch (moe)."""
+    dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)

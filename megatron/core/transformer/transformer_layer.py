@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint, without_intermediate
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
@@ -61,7 +61,7 @@ class TransformerLayer(MegatronModule):
         self.sequence_parallel = sequence_parallel
         self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
         attention = MultiLatentAttention if config.multi_latent_attention else SelfAttention
-        self.self_attention: MultiLatentAttention | SelfAttention = attention(
+        self.self_attention: Attention = attention(
             config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
         )
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
