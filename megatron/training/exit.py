@@ -59,7 +59,6 @@ class Exit(NamedTuple):
 
     reason: str
     urgent: bool = False  # the scheduler will kill the run: save, and do nothing else
-    failed: bool = False  # it ends because saving fails
 
 
 class SaveAndExit(NamedTuple):
@@ -106,8 +105,13 @@ class SaveAndExitPolicy:
         self._exchange = _VoteExchange(device)
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
-        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
+        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later.
+
+        Raises SaveFailedError on all ranks together if a save behind training has failed (--exit-on-save-failure).
+        """
         votes = self._exchange.take() if self._needs_votes else _Votes()
+        if votes.failed:
+            self._saver.stop()
         leave = self._leave(iteration, votes)
         save = bool(votes.save) or is_multiple(iteration, self._save_interval)
         if save:
@@ -121,8 +125,6 @@ class SaveAndExitPolicy:
         self._exchange.take()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
-        if votes.failed:
-            return Exit("a checkpoint was not saved (--exit-on-save-failure)", failed=True)
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
@@ -225,7 +227,7 @@ class NanCheck:
                 f"iteration {last.iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
             )
 
-    def look_at(self, interval: Interval) -> None:
+    def check_interval(self, interval: Interval) -> None:
         """Check the losses of a closed interval: one may be NaN while its gradient is finite."""
         for iteration in interval.iterations:
             if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Writer, reduce_losses
+from megatron.training.reporting.logging import reduce_losses
 from megatron.training.run import Loss, Run
 
 
@@ -138,7 +138,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     return reduce_losses([totals], run.ps)[0]
 
 
-def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
+def report_evaluation(run: Run, name: str, loss: float) -> None:
     """One line of the log, and points under Megatron-LM's names."""
     iteration = run.state.iteration
     perplexity = math.exp(min(20.0, loss))
@@ -147,5 +147,5 @@ def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
     values = {f"lm loss {name}": loss}
     if run.config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
-    for writer in writers:
+    for writer in run.writers:
         writer.scalars(values, iteration, run.state.consumed_train_samples)

@@ -22,6 +22,7 @@ from megatron.training.config.run_config import Config
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.reporting.logging import Writer
 from megatron.training.reporting.profiling import Timers
 
 
@@ -89,6 +90,11 @@ class Run:
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)
+    writers: list[Writer] = field(default_factory=list)  # where measurements go besides the log; empty but on rank 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state.iteration >= self.train_iters
 
     @property
     def train_iters(self) -> int:

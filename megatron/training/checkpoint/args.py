@@ -93,7 +93,6 @@ def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, li
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
     """Notes about other mathematics; ValueError that names every argument by which the shape differs."""
-
     flags = stored_args(flags)
 
     def differing(what: str) -> list[str]:

@@ -55,8 +55,8 @@ def to_delete(saved: Collection[int], newest: int, policy: RetentionPolicy, loss
 class Retention:
     """Applies a policy to the directory of checkpoints that `generation` owns; used by rank 0.
 
-    After every commit `apply`; before the next save writes anything `wait`, so that it finds the room; `close` at the
-    end. What there is is looked up once: nobody else may change the directory.
+    Call `apply` after every commit, `wait` before the next save writes anything, so that it finds the room, and `close`
+    at the end. The directory is read once: nobody else may change it.
     """
 
     def __init__(self, policy: RetentionPolicy, generation: Generation) -> None:
@@ -66,10 +66,10 @@ class Retention:
         self._removals: list[Future[None]] = []
 
     def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
-        """Put aside what `newest`, just committed with this `lineage` and validation loss, makes superfluous.
+        """Put aside what `newest`, just committed with this `lineage` and validation loss, supersedes.
 
-        The files are removed in the background. Returns the directories. Checkpoints of other branches neither count
-        nor go.
+        The files are removed in the background. Returns the directories. Checkpoints of other branches do not count and
+        are not removed.
         """
         if not self._policy.deletes:
             return []
@@ -125,6 +125,6 @@ def _stored_loss(directory: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    """As far as possible: what stays goes at the next start."""
+    """As far as possible: the next start removes what is left."""
     with contextlib.suppress(OSError):
         remove(path)

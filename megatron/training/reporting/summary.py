@@ -54,22 +54,22 @@ def run_shape(config: Config, world_size: int, model_provider: ModelProvider, de
     )
 
 
-def summarize(
-    config: Config, world_size: int, model_provider: ModelProvider, device: torch.device, start: str = ""
-) -> dict[str, str]:
-    """What a run of `world_size` processes is, by topic; needs no process group. `start`: where it goes on."""
-    plan = plan_run(run_shape(config, world_size, model_provider, device.type), world_size)
-    model, training, parallel = config.model, config.training, config.parallel
+def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = "") -> dict[str, str]:
+    """What a run of `world_size` processes is, by topic. `start`: where it continues."""
+    training = config.training
+    active = "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
+    several = config.parallel.pp_size > 1
     topics = {
         "model": _model(config),
-        "parameters": f"{amount(plan.num_parameters)}, {_active(plan)} active for every token",
+        "parameters": f"{amount(plan.num_parameters)}, {active} active for every token",
         "layout": f"{layout_name(config, world_size)} on {world_size} ranks",
-        **{f"stage {stage.ps.pp.rank}": _stage(config, world_size, stage) for stage in plan.stages},
-        "device": f"{_device(device)} on every rank",
+        **{f"stage {s.ps.pp.rank}": _stage(config, world_size, s) for s in plan.stages if several},
+        "bubble": f"{100 * plan.bubble:.1f} % of a step" if several else "",
+        "device": device,
         "precision": _precision(config),
         "batch": f"{training.global_batch_size} samples of {config.data.seq_length} tokens, "
         f"{plan.num_microbatches} micro batches of {training.micro_batch_size} on each of "
-        f"{parallel.dp_size(world_size)} replicas",
+        f"{config.parallel.dp_size(world_size)} replicas",
         "length": _length(config),
         "start": start,
         "memory": memory_of(plan),
@@ -77,13 +77,19 @@ def summarize(
         + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
-    if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
-        topics.pop("stage 0")
     return {topic: text for topic, text in topics.items() if text}
 
 
-def _active(plan: RunPlan) -> str:
-    return "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
+def plan_page(config: Config, world_size: int, plan: RunPlan) -> str:
+    """Notes, summary and what every stage needs, of a run that is not started."""
+    notes = [f"note: {note}" for note in config.notes]
+    return "\n".join([*notes, as_lines(summarize(config, world_size, plan)), "", plan.table()])
+
+
+def set_planned_vocab_size(config: Config) -> None:
+    """For a plan --vocab-size is enough: the tokenizer's files need not be there."""
+    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
+    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
 
 
 def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
@@ -93,39 +99,34 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     """
     world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
     config = parse_args(argv, world_size)
-    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
-    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
-    topics = summarize(config, world_size, model_provider, torch.device("cpu"))
-    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
-    notes = [f"note: {note}" for note in config.notes]
-    return "\n".join([*notes, as_lines({**topics, "device": "nothing was started"}), "", plan.table()])
+    set_planned_vocab_size(config)
+    return plan_page(config, world_size, plan_run(run_shape(config, world_size, model_provider), world_size))
 
 
 @contextmanager
-def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[list[Writer]]:
-    """Where the run reports to while the block runs: on rank 0 `writers` and those of the flags, elsewhere nothing.
-
-    Tells what the run is before, and records how it ended after.
-    """
+def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
+    """Say what the run is, give rank 0 `writers` and those of the flags during the block, record how it ended."""
     if run.ps.rank > 0:
-        yield []
+        yield
         return
     config, flags = run.config, run.config.flags()
     start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
-    topics = summarize(config, run.ps.world_size, model_provider, run.device, start)
+    world_size = run.ps.world_size
+    plan = plan_run(run_shape(config, world_size, model_provider, run.device.type), world_size)
+    topics = summarize(config, world_size, plan, f"{_device(run.device)} on every rank", start)
     console.report(as_lines(topics), event="start", **topics)
     if config.logging.print_args:
         console.report(
             arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()}
         )
-    everything = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
+    run.writers = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
     record = RunRecord(config.checkpoint.save) if config.checkpoint.save is not None else None
     if record is not None:
-        everything.append(RecordWriter(record))
+        run.writers.append(RecordWriter(record))
         _record_start(run, record, topics)
     ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
     try:
-        yield everything
+        yield
         ended = {"reason": run.exit_reason or "complete", "failed": False}
     except BaseException as error:
         ended["reason"] = f"{type(error).__name__}: {error}"
@@ -133,7 +134,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     finally:
         if record is not None:
             record.write("end", iteration=run.state.iteration, **ended)
-        for writer in everything:
+        for writer in run.writers:
             writer.close()
 
 
