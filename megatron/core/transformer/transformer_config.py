@@ -23,6 +23,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
 _DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
+_GROUPS = _MOE | {"has_groups": True}
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -172,7 +173,7 @@ class TransformerConfig:
     """Multiply the shared expert's output by a learned gate."""
     moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)
     """Number of experts that a token goes to."""
-    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE)
+    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE, meaning="softmax_before_choice")
     """Softmax over all experts before the choice, in place of over the chosen ones after it."""
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE)
     """How the router's logits become scores."""
@@ -180,7 +181,14 @@ class TransformerConfig:
     """Groups of experts, of which a token's experts come from --moe-router-group-topk."""
     moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
     """Number of groups that a token's experts come from."""
-    moe_router_topk_scaling_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    moe_router_group_score_topk: int | None = flag(
+        None, decides="mathematics", when=_GROUPS, meaning="group_score_topk"
+    )
+    """A group is as good as the sum of so many of its best scores (2 in DeepSeek-V3). Default, and all that
+    Megatron-LM has: --moe-router-topk / --moe-router-group-topk."""
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
+    )
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
     """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
@@ -279,7 +287,9 @@ class TransformerConfig:
 
         if self.use_rope_scaling and self.rope_type == "yarn":
             yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
-        if self.rope_type == "yarn" and min(self.rotary_scaling_factor, self.original_max_position_embeddings) <= 0:
+        if self.rope_type == "yarn" and not all(
+            value and value > 0 for value in (self.rotary_scaling_factor, self.original_max_position_embeddings)
+        ):
             yield (
                 f"--rope-type yarn: --rotary-scaling-factor {self.rotary_scaling_factor} and "
                 f"--original-max-position-embeddings {self.original_max_position_embeddings} must be positive"
@@ -290,7 +300,9 @@ class TransformerConfig:
             return
         for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if value is not None and (value < 1 or (name == "qk_pos_emb_head_dim" and value % 2)):
+            if value is None and name == "q_lora_rank":
+                continue
+            if value is None or value < 1 or (name == "qk_pos_emb_head_dim" and value % 2):
                 kind = "even and positive" if name == "qk_pos_emb_head_dim" else "positive"
                 yield f"--{name.replace('_', '-')} must be {kind}, got {value}"
         if self.query_groups != self.num_attention_heads:
@@ -329,9 +341,13 @@ class TransformerConfig:
         groups, taken = self.moe_router_num_groups, self.moe_router_group_topk
         if (groups is None) != (taken is None):
             yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
-        elif (
-            groups and taken and (groups < taken or experts % groups or topk % taken or topk * groups > experts * taken)
-        ):
+        elif not groups or not taken:
+            return
+        elif self.moe_router_group_score_topk is not None:
+            scores = self.moe_router_group_score_topk
+            if not 1 <= scores <= experts // groups:
+                yield f"--moe-router-group-score-topk {scores} must lie between 1 and {experts // groups} per group"
+        elif groups < taken or experts % groups or topk % taken or topk * groups > experts * taken:
             yield (
                 f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and --moe-router-group-topk "
                 f"{taken} be at most {groups} and divide --moe-router-topk {topk} into shares that fit a group"
@@ -370,6 +386,18 @@ class TransformerConfig:
     @property
     def has_shared_experts(self) -> bool:
         return bool(self.moe_shared_expert_intermediate_size)
+
+    @property
+    def softmax_before_choice(self) -> bool:
+        return self.moe_router_pre_softmax and self.moe_router_score_function == "softmax"
+
+    @property
+    def group_score_topk(self) -> int:
+        return self.moe_router_group_score_topk or self.moe_router_topk // (self.moe_router_group_topk or 1)
+
+    @property
+    def topk_scaling_factor(self) -> float:
+        return self.moe_router_topk_scaling_factor or 1.0
 
     @property
     def drops_tokens(self) -> bool:
@@ -472,6 +500,7 @@ def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
         "has_yarn": latent or (has_rope and (values.get("rope_type") or default) == "yarn"),
         "has_experts": has_experts,
         "has_dense_layers": not has_experts or (0 in freq if isinstance(freq, list) else freq > 1),
+        "has_groups": bool(values.get("moe_router_num_groups")),
         "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }
