@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.core.tensor_parallel import loss_chunk_elements
-from megatron.core.transformer.attention import takes_groups
+from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -104,8 +104,8 @@ class ActivationMemory:
     def layer(self) -> int:
         """What a layer keeps from forward to backward, its input included."""
         c = self.config
-        total = 2 * self.residual + 2 * self.local_tokens * self._normalizer  # two norms
-        total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
+        total = 2 * self.residual + self._norms * self.local_tokens * self._normalizer
+        total += 0 if c.recomputes("layernorm") else self._norms * self.residual  # the input of the linear layers
         total += self._latents if c.multi_latent_attention else self._qk_norms
         total += self._context if c.recomputes("mla_up_proj") else self._core
         total += 0 if self.mlp_again else self._mlp
@@ -152,7 +152,8 @@ class ActivationMemory:
         if c.recomputes("mla_up_proj"):
             return total + self.tokens * c.qk_pos_emb_head_dim * self.itemsize
         if c.qk_layernorm:
-            total += self.local_tokens * (sum(widths) * self.itemsize + len(widths) * self._normalizer)
+            normed = 0 if c.recomputes("layernorm") else sum(widths) * self.itemsize
+            total += self.local_tokens * (normed + len(widths) * self._normalizer)
         return total
 
     @property
@@ -170,6 +171,11 @@ class ActivationMemory:
             rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
             + scores + 4 * 8 * rows
         )  # fmt: skip
+
+    @property
+    def _norms(self) -> int:
+        """Of the layer's two norms those whose results are kept: the MLP's belongs to it."""
+        return 1 if self.mlp_again and not self.with_experts else 2
 
     @property
     def mlp_again(self) -> bool:
@@ -225,7 +231,7 @@ class ActivationMemory:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
-        mlp = self._mlp if self.mlp_again else 0  # there again for a while
+        mlp = self._mlp + (2 - self._norms) * self.residual if self.mlp_again else 0  # there again for a while
         heads = self._core - self._context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:

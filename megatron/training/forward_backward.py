@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
@@ -50,6 +51,7 @@ def forward_backward(
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
     for chunk in run.chunks:
         chunk.require_sync = False
+    layer_spec(run.config.model).start_step()
     if run.config.model.has_experts and not forward_only:
         start_step(run, num_microbatches)
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.arguments import make_parser, parse_flags
+from megatron.training.config.arguments import FlagParser, parse_flags
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing --save-dir")
     parser.add_argument("--verify", action="store_true", help="read the result back and compare it with the source")
     args, rest = parser.parse_known_args(argv)
-    given, ignored = parse_flags(make_parser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
+    given, ignored = parse_flags(FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
     return args, given

@@ -53,6 +53,15 @@ ASKED_FOR: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
 }
 
+
+def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with those that loaders ask for."""
+    local = (
+        args.get("transformer_impl") == "local"
+    )  # torch's norms, which local layers take without Apex, refuse others
+    return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
+
+
 _BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",

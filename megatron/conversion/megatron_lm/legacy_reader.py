@@ -34,9 +34,9 @@ from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredP
 from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
-    fused_name,
-    has_fused_norms,
     in_modules,
+    local_name,
+    norm_key,
     rank_parameters,
 )
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
@@ -133,8 +133,7 @@ class LegacySource:
         for rank, content in files.items():
             folder = folders[rank]
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
-            if not has_fused_norms(self.args):  # names and order are the file's, but shapes are not
-                chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
+            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = _open(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
@@ -300,7 +299,7 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
     # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call experts.local_experts.3...
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
-    for name in (parameter.name, fused_name(parameter.name), grouped):
+    for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
         if name in model:
             return name
     raise CheckpointError(f"{where}: {parameter.name} is missing")

@@ -31,6 +31,7 @@ from megatron.conversion.model_space.rank_layout import (
     Layout,
     LocalParameter,
     in_modules,
+    norm_key,
     rank_parameters,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
@@ -42,7 +43,6 @@ from megatron.core.dist_checkpointing import (
     missing_or_truncated,
 )
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
-from megatron.core.transformer.transformer_layer import norm_key
 
 COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, extra_states, stored_model
+from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, extra_states, stored_model, with_asked_for
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
@@ -93,10 +93,9 @@ def _common(source: Source) -> dict[str, Any]:
     weights = source.tensors[WORD_EMBEDDINGS]
     config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
-    args = ASKED_FOR | config | {"params_dtype": weights.dtype} | told
+    del config["transformer_impl"]  # nothing is computed here
+    args = with_asked_for(config | {"params_dtype": weights.dtype} | told)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    if args["transformer_impl"] == "local":
-        args["no_persist_layer_norm"] = True  # torch's norms, which local layers take without Apex, refuse the other
     # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
     args["no_save_optim"] = training is None or training.param_groups is None
     args["no_save_rng"] = training is None or not training.rng

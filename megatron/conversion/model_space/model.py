@@ -53,7 +53,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
             raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     ARGUMENTS(known, description)
-    return TransformerConfig(**{**known, "vocab_size": vocab_size})
+    return TransformerConfig(**{**known, "vocab_size": vocab_size, "transformer_impl": "local"})
 
 
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import NORM_KEYS, norm_key
 
 # Megatron-LM's argument -> that of `pipeline_layer_ranges`.
 RULES = {
@@ -207,39 +206,62 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
     return result
 
 
-def fused_name(name: str) -> str:
-    """A parameter's name in Transformer Engine's modules, whose norms belong to the projections that follow them."""
-    for local, fused in NORM_KEYS.items():
-        name = name.replace("." + local, "." + fused)
+# Norms by their names in Megatron-core's local modules and, as part of the projection that follows, in ours and
+# Transformer Engine's. Those that no single projection follows (before experts, before latent attention) stand by
+# themselves in all of them, but Megatron-core writes that before experts under the fused name from local modules.
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+
+
+def norm_key(name: str, names: Container[str]) -> str:
+    """The key of a norm's parameter that goes by either of its names; others are their own. `names`: all weights."""
+    for local, fused in _NORMS.items():
+        before, found, part = name.partition("." + local if "." + local in name else "." + fused)
+        if found:
+            projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
+            return f"{before}.{fused if projection in names else local}{part}"
     return name
 
 
-def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """A chunk's parameters by the names and in the order of Transformer Engine's modules.
-
-    A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
-    """
-    names = {parameter.name for parameter in parameters}
-    renamed = [replace(parameter, name=norm_key(parameter.name, names)) for parameter in parameters]
-    place = {parameter.name: index for index, parameter in enumerate(renamed)}
-
-    def order(parameter: LocalParameter) -> tuple[int, bool, int]:
-        module, own = parameter.name.rpartition(".")[0], place[parameter.name]
-        return place.get(f"{module}.weight", own), ".layer_norm_" not in parameter.name, own
-
-    return sorted(renamed, key=order)
+def local_name(name: str) -> str:
+    """The name of a parameter in Megatron-core's local modules, which have no fused norms."""
+    for local, fused in _NORMS.items():
+        name = name.replace("." + fused, "." + local)
+    return name
 
 
 def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
-    """A chunk's parameters of rank `tp` as the modules of a Megatron-LM run with these arguments held them."""
+    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the modules of a Megatron-LM
+    run with these arguments had: ours, which are Transformer Engine's, or Megatron-core's local ones.
+
+    These have the norm before attention in front of linear_proj, those within latent attention behind its projections,
+    and what its queries, keys and values come from split over TP, too.
+    """
     if has_fused_norms(args):
-        return with_fused_norms(parameters)
+        return list(parameters)
     tp_size = args.get("tensor_model_parallel_size") or 1
-    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in parameters]
+    renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
+    place: dict[str, float] = {parameter.name: index for index, parameter in enumerate(renamed)}
+
+    def order(parameter: LocalParameter) -> float:
+        before, norm, _ = parameter.name.partition("input_layernorm.")
+        if norm:
+            return place[f"{before}self_attention.linear_proj.weight"] - 0.5
+        before, norm, _ = parameter.name.partition("_layernorm.")
+        latent = f"{before.rpartition('.')[0]}.linear_kv_up_proj.weight"
+        if norm and latent in place:
+            return place[latent] + (0.25 if before.endswith(".q") else 0.5)
+        return place[parameter.name]
+
+    renamed.sort(key=order)
+    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in renamed]
 
 
 def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
-    """Megatron-core's local modules split what latent attention's queries, keys and values come from over TP, too."""
     (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
     return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 

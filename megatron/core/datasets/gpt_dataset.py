@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -46,9 +46,6 @@ class GPTIndexPlan:
     @property
     def num_samples_without_last_epoch(self) -> int:
         return ((self.num_epochs - 1) * self.tokens_per_epoch - self.extra_tokens) // self.seq_length
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int) -> tuple[int, bool]:
@@ -145,7 +142,7 @@ class GPTDataset:
         self.plan = _plan(indexed, sequences, split, num_samples, config)
         description = {
             "class": "GPTDataset",
-            **self.plan.describe(),
+            **asdict(self.plan),
             "sequence_lengths": digest_of_array(indexed.lengths),
         }
         self.fingerprint = digest_of({**description, **config.fim_options(), "prefix": Path(indexed.prefix).name})

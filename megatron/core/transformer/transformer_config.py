@@ -222,6 +222,25 @@ class TransformerConfig:
     """bfloat16 parameters and arithmetic, fp32 gradients and main parameters."""
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
+    transformer_impl: str = flag("local", choices=("local", "transformer_engine"))
+    """What computes the layers: plain torch, or Transformer Engine; also whose modules of Megatron-LM legacy files are
+    for. Results are the same to rounding, and so are checkpoints."""
+    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"))
+    """Matrix products of the layers in fp8 (Micikevicius et al. 2022): e4m3 throughout, or e5m2 for gradients."""
+    fp8_recipe: str = flag("delayed", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
+    """How fp8 tensors are scaled: by the maxima of earlier steps, by their own, by those of blocks, of 32 elements."""
+    fp8_margin: int = flag(0)
+    """With delayed scaling: scales are smaller by 2 to this power."""
+    fp8_amax_history_len: int = flag(1)
+    """With delayed scaling: number of maxima that are kept."""
+    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
+    """With delayed scaling: which of them decides."""
+    first_last_layers_bf16: bool = flag(False)
+    """Keep the first and the last layers out of fp8, as many as the two options below say."""
+    num_layers_at_start_in_bf16: int = flag(1)
+    """Layers at the start with --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = flag(1)
+    """Layers at the end with --first-last-layers-bf16."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
@@ -282,6 +301,7 @@ class TransformerConfig:
             yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
         if self.bf16 and self.fp16:
             yield "--bf16 and --fp16 exclude each other"
+        yield from self._problems_of_back_end()
         if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
@@ -311,6 +331,18 @@ class TransformerConfig:
             flags = ("--rotary-interleaved", "--add-qkv-bias")
             given = [name for name, on in zip(flags, (self.rotary_interleaved, self.add_qkv_bias), strict=True) if on]
             yield f"--multi-latent-attention does not go with {' and '.join(given)}"
+
+    def _problems_of_back_end(self) -> Iterator[str]:
+        if self.fp8 is not None and self.transformer_impl == "local":
+            yield f"--fp8-format {self.fp8} needs --transformer-impl transformer_engine, which has the kernels"
+        if self.fp8 is not None and not self.bf16:
+            yield f"--fp8-format {self.fp8} needs --bf16: what is not in fp8 is in bfloat16"
+        if self.fp8 is not None:
+            for name, size in (("--hidden-size", self.hidden_size), ("--ffn-hidden-size", self.ffn_size)):
+                if size % 16:
+                    yield f"{name} {size} is not a multiple of 16, as the kernels of fp8 need"
+        if self.fp8_amax_history_len < 1:
+            yield f"--fp8-amax-history-len must be positive, got {self.fp8_amax_history_len}"
 
     def _problems_of_experts(self) -> Iterator[str]:
         experts, topk, bad = self.num_experts or 0, self.moe_router_topk, "--moe-router-topk"
@@ -470,6 +502,11 @@ class TransformerConfig:
         """What the MLP computes between its matrices."""
         named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
+
+    def in_fp8(self, number: int) -> bool:
+        """Whether layer `number` computes in fp8."""
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+        return self.fp8 is not None and (not self.first_last_layers_bf16 or first <= number < last)
 
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""

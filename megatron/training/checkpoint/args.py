@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.conversion.megatron_lm.args import ASKED_FOR
+from megatron.conversion.megatron_lm.args import with_asked_for
 from megatron.conversion.open_checkpoint import Hints, find_checkpoint, open_found
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.transformer_config import deciding_fields, is_used
@@ -37,7 +37,7 @@ MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
     """All options and what follows from them, as they are stored."""
-    namespace = argparse.Namespace(**{**ASKED_FOR, **flags})
+    namespace = argparse.Namespace(**with_asked_for(flags))
     for name, megatron_name in MEGATRON_NAMES.items():
         setattr(namespace, megatron_name, flags[name])
     namespace.cp_comm_type = [flags["cp_comm_type"]]  # Megatron-LM has one for all layers or one for each

@@ -6,11 +6,10 @@ the model, the data, the optimizer and the data-parallel buffers stand beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.loading.strictness import STRICTNESS
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag
 
 
 @dataclass
@@ -30,9 +29,9 @@ class TrainingConfig:
     """Samples per batch of an evaluation. Default: --global-batch-size."""
     decrease_batch_size_if_needed: bool = flag(False)
     """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
-    train_iters: int | None = flag(None)
+    train_iters: int | None = flag(None, positive=True)
     """Number of optimizer steps; exclusive with --train-samples."""
-    train_samples: int | None = flag(None)
+    train_samples: int | None = flag(None, positive=True)
     """Number of training samples; exclusive with --train-iters."""
     seed: int = flag(1234)
     """Seed of everything: initial weights (with the parameter's name), data order, dropout."""
@@ -44,9 +43,9 @@ class TrainingConfig:
     """Only evaluate, do not train."""
     eval_iters: int = flag(100)
     """Global batches per evaluation; 0 turns evaluation off."""
-    eval_interval: int | None = flag(1000)
+    eval_interval: int | None = flag(1000, positive=True)
     """Iterations between evaluations on the validation set."""
-    exit_interval: int | None = flag(None)
+    exit_interval: int | None = flag(None, positive=True)
     """Save and end the process when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = flag(None)
     """Save and end the process within this many minutes: in time for a save that takes as long as the last one did."""
@@ -95,20 +94,15 @@ class ProfilingConfig:
     """Ranks that are traced. Default: 0."""
     profile_dir: str | None = flag(None)
     """Where traces are written. Default: --tensorboard-dir, else the directory profile."""
-    log_memory_interval: int | None = flag(None)
+    log_memory_interval: int | None = flag(None, positive=True)
     """Iterations between reports of the memory in use, the most over all ranks."""
 
     def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
-    def _problems(self) -> Iterator[str]:
         if not 1 <= self.profile_step_start < self.profile_step_end:
-            yield (
+            raise ValueError(
                 f"--profile-step-start {self.profile_step_start} must be at least 1 and less than --profile-step-end "
                 f"{self.profile_step_end}"
             )
-        if self.log_memory_interval is not None and self.log_memory_interval < 1:
-            yield f"--log-memory-interval must be positive, got {self.log_memory_interval}"
 
 
 @dataclass
@@ -176,15 +170,15 @@ class CheckpointConfig:
 
     save: str | None = flag(None)
     """Directory to save checkpoints to."""
-    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
+    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval", positive=True)
     """Iterations between checkpoints; one more is written at the end of the run."""
-    save_interval_secs: float | None = flag(None)
+    save_interval_secs: float | None = flag(None, positive=True)
     """Seconds between checkpoints, besides or in place of --save-interval; any save starts the clock anew."""
-    keep_last_n: int | None = flag(None)
+    keep_last_n: int | None = flag(None, positive=True)
     """Keep the last N checkpoints and remove older ones, unless another rule keeps them. With a rule alone: 1."""
-    save_retain_interval: int | None = flag(None)
+    save_retain_interval: int | None = flag(None, positive=True)
     """Keep the checkpoints of all multiples of this iteration for ever, and remove others when they are superseded."""
-    keep_best_n: int | None = flag(None)
+    keep_best_n: int | None = flag(None, positive=True)
     """Keep the N checkpoints with the lowest validation loss, of those at whose iteration it was measured."""
     save_hf: str | None = flag(None)
     """When the run is complete, also write the model there in Hugging Face's form."""
@@ -226,10 +220,8 @@ class CheckpointConfig:
     """Files that each rank writes at once."""
     ckpt_staging_mem_limit: float | None = flag(None)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
-    ckpt_save_timeout_minutes: float = flag(10.0)
+    ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """A save fails when no rank has written anything for so long."""
-    transformer_impl: str = flag("transformer_engine", choices=("local", "transformer_engine"))
-    """Whose modules of Megatron-LM legacy files are for: names and the order of parameters differ; results do not."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, in place of a warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))

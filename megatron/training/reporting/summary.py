@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
 
 
 def run_shape(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunShape:
-    """What planning needs to know of a run; `config.model.vocab_size` must be known."""
+    """What planning needs to know of a run; `config.model.vocab_size` must be known.
+
+    It is planned with the local layers: shapes are the same, and no other back end need be installed.
+    """
+    config = replace(config, model=replace(config.model, transformer_impl="local", fp8=None))
     batches = config.batch_schedule(config.parallel.dp_size(world_size))
     return RunShape(
         model=config.model,
@@ -250,6 +255,8 @@ def _device(device: torch.device) -> str:
 
 def _precision(config: Config) -> str:
     name = str(config.model.params_dtype).removeprefix("torch.")
+    if config.model.fp8 is not None:
+        name += f", layers in fp8 ({config.model.fp8}, {config.model.fp8_recipe} scaling)"
     return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
 
 

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from megatron.conversion.model_space.rank_layout import local_name
 from megatron.core.models import GPTModel
 from megatron.core.parallel_state import ExpertAxes
+from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.balancing import finish_step, routers
-from megatron.core.transformer.moe.experts import grouped_product
 from megatron.core.transformer.moe.permutation import Permutation
 from megatron.core.transformer.moe.router import choose
 from megatron.core.transformer.transformer_config import TransformerConfig, layer_pattern
@@ -57,6 +58,7 @@ class Reference:
         self.weights = self.arrays if case != "drop_fp32" else np.load(GOLDEN / "mixtral_fp32/initial_forward.npz")
 
     def tensor(self, kind, name):
+        name = local_name(name)
         arrays = self.weights if kind == "weight" else self.arrays
         if "mlp.experts." not in name:
             return torch.from_numpy(arrays[f"{kind}:{name}"])
