@@ -132,10 +132,6 @@ class TrainingLog:
     def record(self, iteration: Iteration, on_device: OnDevice) -> None:
         self._pending.append((iteration, on_device))
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._pending
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time of the block."""

@@ -1,4 +1,4 @@
-"""What a run is: told before its first iteration, and recorded from its first line to its end."""
+"""What a run is: printed before its first iteration, and recorded from its first line to its end."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def versions() -> dict[str, str]:
 
 def amount(count: float) -> str:
     """Such as 9.87M or 70.6B."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{count / limit:.3g}{unit}"
     return f"{count:.0f}"

@@ -194,7 +194,7 @@ def test_added_tokens(gpt2_files, tokenizer_json):
 def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be had from the Hugging Face"
+        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be loaded from the Hugging Face"
     ):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", "nobody/nothing"))
 
