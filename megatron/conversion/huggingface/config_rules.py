@@ -112,6 +112,18 @@ def query_groups(default: int | None) -> Rule:
     return Rule({"num_key_value_heads": SIZE}, read, lambda config: {"num_key_value_heads": config.query_groups})
 
 
+def _read_no_groups(hf: Json, args: Json) -> Json:
+    groups, heads = hf.get("num_key_value_heads"), args["num_attention_heads"]
+    if groups not in (None, heads):
+        raise _unsupported("num_key_value_heads", groups, f"num_attention_heads = {heads} is")
+    return {"group_query_attention": False}
+
+
+NO_GROUPS = Rule(
+    {"num_key_value_heads": SIZE}, _read_no_groups, lambda config: {"num_key_value_heads": config.num_attention_heads}
+)
+
+
 def head_dim(default: int | None = None, always: bool = True) -> Rule:
     """Null means hidden_size / heads, a missing field `default`; `always` writes the implied value too."""
 

@@ -181,6 +181,18 @@ def chained(optimizer: Any) -> list[Mapping[str, Any]]:
     return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
+def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
+    """`optimizer` of common.pt as a run with these arguments has it: with EP > 1 experts have one of their own.
+
+    No parameter of theirs is without weight decay, so there is one group.
+    """
+    if (args.get("num_experts") or 0) <= 1 or (args.get("expert_model_parallel_size") or 1) == 1:
+        return optimizer
+    groups = optimizer["optimizer"]["param_groups"]
+    kinds = ([group | {"is_expert_parallel": False} for group in groups], [groups[0] | {"is_expert_parallel": True}])
+    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(kinds)}
+
+
 def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
     """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
 
@@ -277,19 +289,28 @@ def _cuda_state(seed: int) -> torch.Tensor:
 
 # Weight -> the modules beside it that have a state. Transformer Engine's attention and norms have one, Megatron-core's
 # own do not ask for it.
-_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]))\.weight")
+_LINEAR = re.compile(
+    r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
+    r"|mlp\.(?:shared_experts\.)?linear_fc[12]))\.weight"
+)
+_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.linear_fc[12])\.weight")
 _ATTENTION = re.compile(r"(decoder\.layers\.\d+\.self_attention)\.linear_proj\.weight")
-_NORM = re.compile(r"(decoder\.final_layernorm|decoder\.layers\.\d+\.self_attention\.[qk]_layernorm)\.weight")
+_NORM = re.compile(
+    r"(decoder\.final_layernorm|decoder\.layers\.\d+\.(?:self_attention\.[qk]|input|pre_mlp)_layernorm)\.weight"
+)
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 
-def extra_states(keys: Iterable[str]) -> dict[str, ShardedObject]:
-    """One entry per module, of the model whose weights are among `keys`."""
+def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObject]:
+    """One entry per module, of the model whose weights are among `keys`; each of a layer's `experts` is one."""
     entries: dict[str, ShardedObject] = {}
     for key in keys:
         if match := _LINEAR.fullmatch(key):
             _add(entries, match[1], None)
+        if match := _EXPERTS.fullmatch(key):
+            for expert in range(experts):
+                _add(entries, match[1], None, expert, experts)
         if match := _ATTENTION.fullmatch(key):
             _add(entries, f"{match[1]}.core_attention", None)
         if match := _NORM.fullmatch(key):
@@ -301,6 +322,8 @@ def is_extra_state(key: str) -> bool:
     return "._extra_state/shard_" in key
 
 
-def _add(entries: dict[str, ShardedObject], module: str, value: torch.Tensor | None) -> None:
-    key = f"{module}._extra_state/shard_0_1"
+def _add(
+    entries: dict[str, ShardedObject], module: str, value: torch.Tensor | None, place: int = 0, size: int = 1
+) -> None:
+    key = f"{module}._extra_state/shard_{place}_{size}"
     entries[key] = ShardedObject(key, value)
