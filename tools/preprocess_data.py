@@ -145,7 +145,7 @@ def find_files(patterns: list[str]) -> list[str]:
     paths: dict[str, None] = {}
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in found if not os.path.isdir(path)]  # a pipe is welcome, too
+        files = [path for path in found if not os.path.isdir(path)]  # a pipe will do
         if not files:
             hint = f": it is a directory, give a pattern such as '{pattern}/**/*.txt'" if os.path.isdir(pattern) else ""
             raise ValueError(f"--input {pattern}: no such file{hint}")

@@ -58,7 +58,7 @@ class StagePlan:
     memory: MemoryPlan
     traffic: TrafficPlan
     checkpoint_bytes: int
-    """What this rank writes when all ranks share in writing, about: items are dealt out whole."""
+    """Roughly what this rank writes when all ranks share the writing; items are not cut for that."""
 
 
 @dataclass(frozen=True)

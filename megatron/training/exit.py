@@ -1,8 +1,8 @@
 """When a run saves and when it ends: flags, signals and clocks, a failed save, a loss that is no longer finite.
 
-A signal may reach one rank only, clocks differ, and only some ranks may have noticed that a save failed. So the ranks
-take the maximum of their votes, and only if a flag asks for something that needs it. The votes of an iteration are
-counted after the next one: nobody waits for the exchange.
+All ranks must save and exit at the same iteration, but a signal may reach one rank only, clocks differ, and a rank
+may notice alone that a save failed. So the ranks exchange votes and act on their maximum, if a flag needs it. The votes
+of an iteration are counted after the next one, so that nobody waits for the exchange.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExitSignals:
 
     @contextmanager
     def installed(self, wanted: bool) -> Iterator[ExitSignals]:
-        """Handle the signals inside the block if `wanted`; the handlers of before return at its end."""
+        """Handle the signals inside the block if `wanted`; the previous handlers return at its end."""
         before = {number: signal.signal(number, self._remember) for number in EXIT_SIGNALS} if wanted else {}
         try:
             yield self
@@ -58,7 +58,7 @@ class Exit(NamedTuple):
     """Why a run ends early."""
 
     reason: str
-    urgent: bool = False  # the scheduler will kill the run: save, and do nothing else
+    urgent: bool = False  # the scheduler is about to kill the run: save at once
 
 
 class SaveAndExit(NamedTuple):
@@ -78,7 +78,7 @@ class _Votes(NamedTuple):
 class SaveAndExitPolicy:
     """Call `after` once per iteration on all ranks, `finish` after the last.
 
-    `clock` tells the time in seconds; `started` is its reading when the time of --exit-duration-in-mins began.
+    `clock` gives the time in seconds; --exit-duration-in-mins counts from `started`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SaveAndExitPolicy:
         return SaveAndExit(save, leave)
 
     def finish(self) -> None:
-        """Take part in the last exchange."""
+        """Complete the last exchange, which other ranks may be waiting in."""
         self._exchange.take()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
@@ -163,7 +163,7 @@ class _VoteExchange:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
     def take(self) -> _Votes:
-        """Those of the last `start`; none before it."""
+        """The maxima of the last `start`; zeros before it."""
         votes, self._votes = self._votes, None
         if votes is None:
             return _Votes()
@@ -239,6 +239,6 @@ class NanCheck:
 
 
 _ADVICE = (
-    "Nothing was saved since. Look at the data of that iteration, lower --lr, or go on "
+    "Nothing was saved since. Look at the data of that iteration, lower --lr, or continue "
     "past such iterations with --no-check-for-nan-in-loss-and-grad"
 )

@@ -114,8 +114,8 @@ def _make_forward_step(
             return output
         total, num_tokens = output
         mean = total / num_tokens.clamp(min=1)
-        told = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
-        totals.add_(torch.stack(told).detach())
+        reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
+        totals.add_(torch.stack(reported).detach())
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
             return total * loss_scale
         return mean * (loss_scale / num_microbatches)

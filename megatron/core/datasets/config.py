@@ -128,18 +128,17 @@ class GPTDatasetConfig:
     """Threads that open data sets and build their indices when there are several."""
 
     fim_data: bool = flag(False)
-    """Fill in the middle: tell documents in another order, by the flags below (Bavarian et al. 2022). Not those of
-    --mock-data."""
+    """Fill in the middle: reorder documents by the flags below (Bavarian et al. 2022), except those of --mock-data."""
     fim_rate: float = flag(0.5)
     """Share of documents that are reordered."""
     fim_spm_rate: float = flag(0.5)
     """Share of those that begin with the suffix (SPM) and not with the prefix (PSM)."""
     fim_split_sample: str | None = flag(None)
-    """A token that cuts documents into fragments, each of which is reordered by itself."""
+    """A token that cuts documents into fragments, each of which is reordered on its own."""
     fim_fragment_rate: float | None = flag(None)
     """Share of the fragments of a document of --fim-rate that are reordered."""
     fim_no_prefix: str | None = flag(None)
-    """Leave documents and fragments alone whose text begins so."""
+    """Leave documents and fragments alone whose text begins with this."""
     fim_prefix_token: str = flag("<fim_prefix>")
     """Token before the prefix."""
     fim_middle_token: str = flag("<fim_middle>")

@@ -190,8 +190,8 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
 def take_save_directory(config: Config) -> Generation | None:
     """The next generation of --save, the same on all ranks; None for a run that saves nothing there. Collective.
 
-    From then on no earlier start can change the directory, and what saves and removals that were cut off left in it is
-    gone. Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
+    From then on no earlier start can change the directory, and what interrupted saves and removals left in it is gone.
+    Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
     """
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:

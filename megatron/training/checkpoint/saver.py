@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveFailedError(ValueError):
-    """A checkpoint could not be saved, and the run must not go on, or not end as if all were well."""
+    """A checkpoint could not be saved, and the run must stop, or must not end as a success."""
 
 
 class CheckpointSaver:
@@ -179,7 +179,7 @@ class CheckpointSaver:
         assert self._retention is not None
         try:
             removed = self._retention.apply(iteration, lineage, loss)
-        except OSError as error:  # the new checkpoint stands in any case
+        except OSError as error:  # the new checkpoint is committed all the same
             self._removals.append((logging.WARNING, f"old checkpoints could not be removed: {error}"))
             return
         if removed:

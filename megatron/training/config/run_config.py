@@ -55,7 +55,7 @@ class Config:
     ddp: DistributedDataParallelConfig
     distributed: DistributedConfig
     profiling: ProfilingConfig
-    notes: list[str] = field(default_factory=list)  # what was changed or dropped, to be told once
+    notes: list[str] = field(default_factory=list)  # what was changed or dropped, logged once
 
     def flags(self) -> dict[str, Any]:
         """Every option by its field name, as it holds after all rules."""
@@ -141,7 +141,7 @@ def flag_parser() -> FlagParser:
 
 
 def replica_size(argv: Sequence[str]) -> int:
-    """Processes that one replica of the model takes; 1 where the flags do not tell."""
+    """Processes that one replica of the model takes; 1 where the flags do not say."""
     given = flag_parser().parse(argv).given
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     return math.prod(given.get(name, 1) for name in sizes)

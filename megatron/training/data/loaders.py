@@ -92,7 +92,7 @@ def num_samples(run: Run) -> tuple[int, int, int]:
 
 
 def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
-    """Say so if samples come in another order than in the run that is resumed."""
+    """Warn if samples come in another order than in the run that is resumed."""
     if train is None:
         return
     if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):

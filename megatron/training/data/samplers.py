@@ -181,7 +181,7 @@ class DataIterator:
             worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
             generator=torch.Generator(),  # it draws a seed, which must not come from training's generator
         )
-        # Signals that come while workers start wait until `_ignore_signals_until` has told them what to do.
+        # Signals that come while workers start wait until `_ignore_signals_until` has set their handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
             return iter(loader)
@@ -202,7 +202,7 @@ def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
     end when the training process closes them, or is gone.
 
     torch's worker loop ends then, too, but its process waits until its last batches have been read, and workers that
-    were started later hold the pipe open: large batches would keep all of them for ever.
+    were started later hold the pipe open: with large batches, all of them would stay forever.
     """
 
     def end_with_parent() -> None:

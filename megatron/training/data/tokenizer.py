@@ -78,7 +78,7 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The type that is meant; pretrain_gpt.py of Megatron-LM has this default, too."""
+        """The type, or the default that Megatron-LM's pretrain_gpt.py has, too."""
         return self.tokenizer_type or "GPT2BPETokenizer"
 
 
@@ -109,7 +109,7 @@ class NullTokenizer:
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {vocab_size}")
         if eod is not None and not 0 <= eod < vocab_size:
-            raise ValueError(f"--null-tokenizer-eod-id {eod} is none of the {vocab_size} tokens of --vocab-size")
+            raise ValueError(f"--null-tokenizer-eod-id {eod} is not one of the {vocab_size} tokens of --vocab-size")
         self.vocab_size = vocab_size + 1 if eod is None else vocab_size
         self.eod = self.vocab_size - 1 if eod is None else eod
 

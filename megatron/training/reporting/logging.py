@@ -1,6 +1,6 @@
 """What a run reports: one line per interval, and one point per iteration for TensorBoard and Weights & Biases.
 
-Losses stay on the device until a line is due: no iteration waits for a number that nobody reads yet.
+Losses stay on the device until a line is due, so that no iteration waits for the device.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class TrainingLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the block."""
+        """Exclude the time of the block from the interval."""
         start = self._now()
         yield
         self._excluded += self._now() - start
@@ -185,7 +185,7 @@ def _read(iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[
 def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
     """From [numerator, denominator] pairs of every rank to losses over the whole batch, on every rank.
 
-    The last stage knows them; its tensor-parallel ranks hold the same values, so the first of them speaks.
+    The last stage has them; its tensor-parallel ranks hold the same values, so only the first one contributes.
     """
     pairs = torch.stack(list(losses)).to(torch.float64)
     if not (ps.pp.is_last and ps.tp.is_first):
