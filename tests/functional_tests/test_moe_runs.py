@@ -5,9 +5,8 @@ import shlex
 import pytest
 import torch
 
-from megatron.conversion.convert import compare
+from megatron.conversion.convert import compare, open_checkpoint
 from megatron.conversion.model_space.source import read_whole
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT

@@ -8,10 +8,10 @@ in `HARMLESS`: an ignored field may be a different model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.model_space.model import flag_name
-from megatron.conversion.model_space.source import MODEL_ARGUMENTS, SIZE
+from megatron.conversion.model_space.source import MODEL_ARGUMENTS, SIZE, flag_name
 from megatron.core.dist_checkpointing.format.schema import (
     Check,
     anything,
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     number,
     optional,
     printable,
+    read_json,
     record,
     sequence,
     shown,
@@ -29,6 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Json = dict[str, Any]
 REQUIRED = object()  # a field without a default: it defines the model
 _TEXT = text(256)
+
+
+def is_huggingface(directory: Path) -> bool:
+    """Whether `directory` holds a model of transformers."""
+    path = directory / "config.json"
+    hf = read_json(path) if path.is_file() else None
+    return isinstance(hf, dict) and ("model_type" in hf or "architectures" in hf)
 
 
 class Rule(NamedTuple):
@@ -398,6 +406,7 @@ def read_config(hf: Json, rules: Collection[Rule], harmless: Collection[str], ar
 
     Raises ValueError for a field that is not known, missing or of an unsupported value.
     """
+    # A field that nobody reads may still change the model, so all must be known before any is used.
     checks = {field: check for rule in rules for field, check in rule.fields.items()}
     known = HARMLESS.union(harmless, checks)
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ from megatron.conversion.huggingface.parameters import (
     StoredParameter,
     stored_parameters,
 )
-from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
@@ -52,7 +52,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, mode
 class Family:
     """One `model_type`.
 
-    Rows that no model of the family has do no harm: a model is compared with what its config.json would say.
+    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole models.
     """
 
     model_type: str
@@ -81,6 +81,7 @@ class Family:
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
         wanted = model_signature(config)
+        # Written fields are read back as if from a file. GPT-2 requires a length, which not every model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = usual | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
         try:
@@ -91,9 +92,11 @@ class Family:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(self, config: TransformerConfig) -> list[StoredParameter]:
-        """Every parameter of the model that has a row, in the order of the model."""
-        return stored_parameters(self.rows, self.layers, config)
+    def places(
+        self, config: TransformerConfig, has: Callable[[str], bool] = lambda name: False
+    ) -> list[StoredParameter]:
+        """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+        return stored_parameters(model_tensors(config), self.rows, self.layers, config, has)
 
 
 _NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)
@@ -336,7 +339,7 @@ def family_of(hf: Json) -> Family:
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
-            f"config.json: architecture {printable(architectures[0])} is no {family.architecture}: not supported"
+            f"config.json: architecture {printable(architectures[0])} is not {family.architecture}: not supported"
         )
     return family
 
@@ -344,7 +347,7 @@ def family_of(hf: Json) -> Family:
 def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     """The first family that can express the model, `preferred` before the others.
 
-    Raises ValueError with the obstacles of the family that comes nearest.
+    Raises ValueError with the obstacles of the closest family.
     """
     ordered = sorted(FAMILIES, key=lambda family: family.model_type != preferred)
     obstacles = {family.model_type: family.obstacles(config) for family in ordered}
@@ -354,5 +357,5 @@ def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(
         "none of the supported models of transformers computes the same as this one; "
-        f"{nearest} comes nearest, but has no {', no '.join(obstacles[nearest])}"
+        f"{nearest} is closest, but has no {', no '.join(obstacles[nearest])}"
     )

@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
-# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 # What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of it.
 ASKED_FOR: dict[str, Any] = {
     "multi_latent_attention": False,
@@ -56,12 +55,12 @@ ASKED_FOR: dict[str, Any] = {
 
 def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, with those that loaders ask for."""
-    local = (
-        args.get("transformer_impl") == "local"
-    )  # torch's norms, which local layers take without Apex, refuse others
+    # Local layers without Apex use torch's norms, which refuse to persist.
+    local = args.get("transformer_impl") == "local"
     return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
 
 
+# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -97,7 +96,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
     if unknown:
-        raise CheckpointError(f"{where}: the stored arguments do not tell {', '.join(unknown)}")
+        raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
             args[ours] = args[theirs]
@@ -287,43 +286,30 @@ def _cuda_state(seed: int) -> torch.Tensor:
 # Megatron-core's modules ask for an `_extra_state` each (the scales of FP8 training), and its reader stops at the first
 # one that is not there, even though all of them are empty in other precisions.
 
-# Weight -> the modules beside it that have a state. Transformer Engine's attention and norms have one, Megatron-core's
-# own do not ask for it.
-_LINEAR = re.compile(
+# Modules that have a state, by their weight. Transformer Engine's attention and norms have one, Megatron-core's own do
+# not ask for it; each expert of a layer is a module.
+_STATEFUL = re.compile(
     r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
-    r"|mlp\.(?:shared_experts\.)?linear_fc[12]))\.weight"
+    r"|mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc[12]"
+    r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
+    r"|decoder\.final_layernorm)\.weight"
 )
-_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.linear_fc[12])\.weight")
-_ATTENTION = re.compile(r"(decoder\.layers\.\d+\.self_attention)\.linear_proj\.weight")
-_NORM = re.compile(
-    r"(decoder\.final_layernorm|decoder\.layers\.\d+\.(?:self_attention\.[qk]|input|pre_mlp)_layernorm)\.weight"
-)
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 
 def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObject]:
-    """One entry per module, of the model whose weights are among `keys`; each of a layer's `experts` is one."""
-    entries: dict[str, ShardedObject] = {}
+    """One entry per module, of the model whose weights are among `keys` and which has so many experts in a layer."""
+    states: dict[str, torch.Tensor | None] = {}
     for key in keys:
-        if match := _LINEAR.fullmatch(key):
-            _add(entries, match[1], None)
-        if match := _EXPERTS.fullmatch(key):
-            for expert in range(experts):
-                _add(entries, match[1], None, expert, experts)
-        if match := _ATTENTION.fullmatch(key):
-            _add(entries, f"{match[1]}.core_attention", None)
-        if match := _NORM.fullmatch(key):
-            _add(entries, match[1], _EMPTY)
-    return entries
+        if match := _STATEFUL.fullmatch(key):
+            module = match[1]
+            count = experts if ".experts.experts." in module else 1
+            for place in range(count):
+                states[f"{module}._extra_state/shard_{place}_{count}"] = _EMPTY if module.endswith("norm") else None
+            if module.endswith("self_attention.linear_proj"):
+                states[module.replace("linear_proj", "core_attention") + "._extra_state/shard_0_1"] = None
+    return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
 def is_extra_state(key: str) -> bool:
     return "._extra_state/shard_" in key
-
-
-def _add(
-    entries: dict[str, ShardedObject], module: str, value: torch.Tensor | None, place: int = 0, size: int = 1
-) -> None:
-    key = f"{module}._extra_state/shard_{place}_{size}"
-    entries[key] = ShardedObject(key, value)

@@ -106,6 +106,7 @@ def _common(source: Source) -> dict[str, Any]:
     training = source.training
     weights = source.tensors[WORD_EMBEDDINGS]
     config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
+    # Defaults first, then the model, then what the source says: None in the source must not hide a default.
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
     del config["transformer_impl"]  # nothing is computed here
     args = with_asked_for(config | {"params_dtype": weights.dtype} | told)

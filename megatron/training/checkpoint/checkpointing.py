@@ -22,16 +22,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.conversion.convert import Options, convert
-from megatron.conversion.files import Progress
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.files import Options, Progress
+from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.huggingface.reader import is_huggingface
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
 from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import RULES, Layout
-from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.conversion.model_space.rank_layout import Layout
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -57,7 +56,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
         state |= _generators(run)
-    rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
+    rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
     run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
 
 
@@ -104,19 +103,12 @@ def common_state(run: Run) -> dict[str, Any]:
     return common
 
 
-def rewriting_as_legacy(config: Config) -> Rewrite:
+def convert_in_place(config: Config) -> Rewrite:
     """Replaces the files of a torch_dist checkpoint by Megatron-LM's legacy ones, for the layout of the run:
     `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
     parallel, stages = config.parallel, config.pipeline_layout
-    layout = Layout.of(
-        config.model.num_layers,
-        parallel.tp_size,
-        parallel.pp_size,
-        parallel.vpp_size,
-        stages.decoder_first_pipeline_num_layers,
-        stages.decoder_last_pipeline_num_layers,
-        **{rule: getattr(stages, name) for name, rule in RULES.items() if getattr(stages, name)},
-    )
+    sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
+    layout = Layout.of(config.model.num_layers, *sizes, vars(stages))
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.model_space.source import read_whole
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from tests import ROOT
 
