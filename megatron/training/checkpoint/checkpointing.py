@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
+from megatron.training.checkpoint.fp8_state import fp8_state
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.config.run_config import Config
@@ -51,7 +52,8 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
-    state: ShardedStateDict = {**model, **extra_states(model, run.config.model.experts)}
+    empty = extra_states(model, run.config.model.experts)
+    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
