@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron.conversion.open_checkpoint import iteration_of
+from megatron.conversion.find_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.conversion.convert import Options, convert
-from megatron.conversion.open_checkpoint import Hints, open_checkpoint
+from megatron.conversion.convert import Hints, convert, open_checkpoint
+from megatron.conversion.files import Options
 from tests.compare import assert_same
 from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
 

@@ -22,16 +22,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.conversion.convert import Options, convert
-from megatron.conversion.files import Progress
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.files import Options, Progress
+from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.huggingface.reader import is_huggingface
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import extra_states
+from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import RULES, Layout
-from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.conversion.model_space.rank_layout import Layout
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -40,6 +39,7 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
+from megatron.training.checkpoint.fp8_state import fp8_state
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.config.run_config import Config
@@ -52,12 +52,13 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
-    state: ShardedStateDict = {**model, **extra_states(model)}
+    empty = extra_states(model, run.config.model.experts)
+    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
         state |= _generators(run)
-    rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
+    rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
     run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
 
 
@@ -97,26 +98,19 @@ def common_state(run: Run) -> dict[str, Any]:
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
     if not config.checkpoint.no_save_optim:
-        common["optimizer"] = run.optimizer.state_dict()
+        common["optimizer"] = in_chain(run.optimizer.state_dict(), config.flags())
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
     return common
 
 
-def rewriting_as_legacy(config: Config) -> Rewrite:
+def convert_in_place(config: Config) -> Rewrite:
     """Replaces the files of a torch_dist checkpoint by Megatron-LM's legacy ones, for the layout of the run:
     `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
     parallel, stages = config.parallel, config.pipeline_layout
-    layout = Layout.of(
-        config.model.num_layers,
-        parallel.tp_size,
-        parallel.pp_size,
-        parallel.vpp_size,
-        stages.decoder_first_pipeline_num_layers,
-        stages.decoder_last_pipeline_num_layers,
-        **{rule: getattr(stages, name) for name, rule in RULES.items() if getattr(stages, name)},
-    )
+    sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
+    layout = Layout.of(config.model.num_layers, *sizes, vars(stages))
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.open_checkpoint import iteration_directory, iteration_of
+from megatron.conversion.find_checkpoint import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,

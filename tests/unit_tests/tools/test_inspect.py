@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.conversion.convert import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.verification import format_digest, partial_digest
 from tests import ROOT
