@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import parse_args
@@ -16,7 +17,7 @@ from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
 STAND_IN = str(ROOT / "tests/te_stand_in")
 TE = "--transformer-impl transformer_engine "
-DATA = "--mock-data --train-iters 6 "
+DATA = "--mock-data --train-iters 4 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
@@ -58,7 +59,10 @@ def local(pool, world_size, flags):
     return pool.run(train, world_size, flags)
 
 
-@pytest.mark.parametrize("way", WAYS)
+ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "experts_tp2_ep2"}
+
+
+@pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_curves_are_those_of_the_local_layers(pool, way):
     world_size, model, flags = WAYS[way]
     flags = f"{DATA} {MODELS[model]} {flags} "
@@ -95,6 +99,35 @@ def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
     assert steps == pytest.approx(expected, rel=2e-5)
     stored = torch.load(tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
+
+
+FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1 "
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layout):
+    """The same losses, bit for bit, after a resume at the same layout; other recipes take the weights alone."""
+    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
+    flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
+    straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
+    assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
+    in_fp8 = [call["fp8"] for call in told[0]]
+    assert 0 < sum(in_fp8) < len(in_fp8)  # the first and the last layer are not
+    steps = [call["first"] for call in told[0] if call["fp8"]]
+    assert steps.count(True) * 4 == len(steps)  # weights are rounded in one micro batch of four
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    stored = read_metadata(tmp_path / "iter_0000003").objects
+    assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+
+    def resumed(more):
+        tracker.write_text("3")
+        return pool.run(train_with_stand_in, 2, f"{model} {more} --load {tmp_path}")
+
+    again, _, same_scales = zip(*resumed(f"{FP8} --first-last-layers-bf16"), strict=True)
+    last = straight[-1].measured.losses[3:]
+    assert again[-1].measured.losses == last and same_scales == scales
+    for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
+        assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
 
 
 def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):

@@ -54,6 +54,15 @@ def check_megatron_core(python: Path, work: Path) -> None:
             run(python, *torchrun(ranks), HERE / "megatron_core_load.py", directory, tp, quiet=True)
 
 
+def check_transformer_engine(python: Path, work: Path) -> None:
+    """Its Python part needs no environment but ours: every release lies in a folder of its own."""
+    for release in TRANSFORMER_ENGINE:
+        folder = work / release
+        package = f"transformer_engine=={release}"
+        run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, package, quiet=True)
+        run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
+
+
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
@@ -69,11 +78,13 @@ def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+TRANSFORMER_ENGINE = ("2.8.0", "2.13.0", "2.20.2")
 MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "llama-pp2-bf16", "gpt2", "gpt2-pp2")
 PEERS = {
     "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
     "megatron-core-0.16": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
     "megatron-core-0.19": Peer(("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)),
+    "transformer-engine": Peer((), check_transformer_engine),
 }
 
 

@@ -37,6 +37,18 @@ class Precision:
         return nullcontext()
 
 
+class Quantized:
+    """A module whose scales belong to a checkpoint: those that follow from earlier steps."""
+
+    def scales(self) -> dict[str, Any] | None:
+        """Tensors on the host, and the recipe that they are of; None where there are none."""
+        raise NotImplementedError
+
+    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
+        """Go on with what `scales` gave; False, and nothing is changed, where it is of another recipe or shape."""
+        raise NotImplementedError
+
+
 def nothing() -> None:
     """There is nothing to do."""
 

@@ -22,7 +22,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
-from megatron.core.transformer.layer_spec import LayerSpec, Precision
+from megatron.core.transformer.layer_spec import LayerSpec, Precision, Quantized
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,12 +63,42 @@ class _Engine:
         return output
 
 
+class _WithScales(Quantized):
+    """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for every tensor."""
+
+    engine: _Engine
+
+    def scales(self) -> dict[str, Any] | None:
+        meta = self.engine.module.fp8_meta
+        if not self.engine.module.fp8 or not meta["recipe"].delayed():
+            return None
+        tensors = {f"{name}_{way}": getattr(meta[f"scaling_{way}"], name) for way in _WAYS for name in _KEPT}
+        return {"recipe": "delayed"} | {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
+        module, count = self.engine.module, sum(name.startswith("weight") for name in self.engine.module._parameters)
+        if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
+            return False
+        if len(state["amax_history_fwd"]) != config.fp8_amax_history_len or len(state["scale_fwd"]) != 3 * count:
+            return False
+        made = make_recipe(config)
+        module.fp8_meta |= {"recipe": made, "num_gemms": count}
+        module.init_fp8_meta_tensors(made)
+        for way in _WAYS:
+            for name in _KEPT:
+                getattr(module.fp8_meta[f"scaling_{way}"], name).copy_(state[f"{name}_{way}"])
+        return True
+
+
+_WAYS, _KEPT = ("fwd", "bwd"), ("scale", "amax_history")
+
+
 def _parallel(tp: Axis, sequence_parallel: bool, mode: str) -> dict[str, Any]:
     place = {"tp_group": tp.group, "tp_size": tp.size, "sequence_parallel": sequence_parallel}
     return place | {"parallel_mode": mode, "device": "meta"}
 
 
-class TEColumnParallelLinear(ColumnParallelLinear):
+class TEColumnParallelLinear(ColumnParallelLinear, _WithScales):
     """`te.Linear` with its rows split."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -86,7 +116,7 @@ class TEColumnParallelLinear(ColumnParallelLinear):
         return self.engine(self, x)
 
 
-class TENormColumnParallelLinear(NormColumnParallelLinear):
+class TENormColumnParallelLinear(NormColumnParallelLinear, _WithScales):
     """`te.LayerNormLinear`."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
@@ -107,7 +137,7 @@ class TENormColumnParallelLinear(NormColumnParallelLinear):
         return self.engine(self, x)
 
 
-class TERowParallelLinear(RowParallelLinear):
+class TERowParallelLinear(RowParallelLinear, _WithScales):
     """`te.Linear` with its columns split. The bias is added to this rank's part of the sequence."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -202,7 +232,7 @@ def document_starts(attention_mask: Tensor) -> Tensor:
     return torch.cat((first, first.new_tensor([batch * length]))).int()
 
 
-class TEGroupedLinear(GroupedLinear):
+class TEGroupedLinear(GroupedLinear, _WithScales):
     """`te.GroupedLinear`, whose parameters, one for each expert, are views of the one that there is here."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
@@ -270,12 +300,17 @@ RECIPES: dict[str, Callable[[TransformerConfig, recipe.Format], recipe.Recipe]] 
 }
 
 
+def make_recipe(config: TransformerConfig) -> recipe.Recipe:
+    assert config.fp8 is not None
+    return RECIPES[config.fp8_recipe](config, _FORMATS[config.fp8])
+
+
 class TEPrecision(Precision):
     """fp8 inside, but for the first and the last layers where the flags say so."""
 
     def __init__(self, config: TransformerConfig, group: Any) -> None:
         super().__init__(config, group)
-        self._recipe = RECIPES[config.fp8_recipe](config, _FORMATS[config.fp8]) if config.fp8 is not None else None
+        self._recipe = make_recipe(config) if config.fp8 is not None else None
 
     def chunk(self) -> AbstractContextManager[None]:
         if self._recipe is None:

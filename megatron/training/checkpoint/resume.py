@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.conversion.convert import Hints, open_found
 from megatron.conversion.find_checkpoint import Found, find_checkpoint
-from megatron.conversion.load import load_from_source
+from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
@@ -158,6 +159,8 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
     wanted = run.optimizer.state_to_load(model) if with_optimizer else dict(model)
     if training is not None and not config.no_load_rng and rng in training.rng:
         wanted[rng] = ShardedObject(rng, None)
+    if training is not None and isinstance(source, RunCheckpoint):
+        wanted |= fp8_state_to_load(run, model, source.reader.metadata.objects)
     objects = load_from_source(
         wanted,
         source,
@@ -176,6 +179,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
     if training is not None:
         _take_position(run, training, source.args.get("train_data_fingerprint"), with_optimizer)
         _restore_generators(run, objects.get(rng))
+        restore_fp8_state(run, model, objects, source.args)
     if not start.weights_only:
         run.saver.continue_from(start.directory)
     run.loaded = source.description

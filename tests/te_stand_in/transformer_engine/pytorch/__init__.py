@@ -64,10 +64,14 @@ class _Module(nn.Module):
     def start(self):
         self.fp8 = _Fp8.recipe is not None
         if self.fp8 and "scaling_fwd" not in self.fp8_meta:
-            length = _Fp8.recipe.amax_history_len
-            self.fp8_meta |= {"recipe": _Fp8.recipe}
-            for name, count in (("scaling_fwd", 3), ("scaling_bwd", 2)):
-                self.fp8_meta[name] = SimpleNamespace(scale=torch.ones(count), amax_history=torch.zeros(length, count))
+            self.fp8_meta |= {"recipe": _Fp8.recipe, "num_gemms": 1}
+            self.init_fp8_meta_tensors(_Fp8.recipe)
+
+    def init_fp8_meta_tensors(self, recipe):
+        for name, each in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            count = each * self.fp8_meta["num_gemms"]
+            history = torch.zeros(recipe.amax_history_len, count)
+            self.fp8_meta[name] = SimpleNamespace(scale=torch.ones(count), amax_history=history)
 
     def rounded(self, x, slot):
         meta = self.fp8_meta["scaling_fwd"]

@@ -126,7 +126,9 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}}, "no 'factor': give --rotary-scaling-factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}}, "'yarn' with .* is not understood"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
