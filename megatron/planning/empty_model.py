@@ -66,10 +66,15 @@ class EmptyChunk:
     """A pipeline chunk of a rank, without memory."""
 
     module: MegatronModule
-    num_layers: int
+    kinds: tuple[int, ...]
+    """Of its layers: 1 with experts, 0 dense."""
     pre_process: bool
     post_process: bool
     buffers: tuple[EmptyBuffer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
 
     @property
     def numel(self) -> int:
@@ -94,7 +99,8 @@ def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
             for axis, expert in ((ps.dp_cp, False), (ps.edp, True))
             if expert in apart
         ]
-        yield EmptyChunk(module, len(place.layers), place.pre_process, place.post_process, tuple(buffers))
+        kinds = tuple(run.model.moe_layer_pattern[number] for number in place.layers)
+        yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
 
 
 def _empty_buffer(run: RunShape, specs: list[ParamSpec], replicas: Axis, expert: bool) -> EmptyBuffer:

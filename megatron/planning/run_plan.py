@@ -202,8 +202,8 @@ class _Moment(NamedTuple):
 def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
-    layers = [activations.kept(chunk.num_layers) for chunk in chunks]
-    backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
+    layers = [activations.kept(chunk.kinds) for chunk in chunks]
+    backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()
     group_size = run.parallel.microbatch_group_size_per_vp_stage

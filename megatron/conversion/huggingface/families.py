@@ -9,9 +9,12 @@ from typing import Any
 from megatron.conversion.huggingface.config_rules import (
     AUXILIARY_LOSS,
     COMMON_RULES,
+    DEEPSEEK_EXPERTS,
     EXPERT_LAYERS,
     FULL_ATTENTION,
     GELU,
+    NO_GROUPS,
+    QUERY_RANK,
     QWEN_WINDOW,
     Json,
     Rule,
@@ -30,6 +33,7 @@ from megatron.conversion.huggingface.config_rules import (
 )
 from megatron.conversion.huggingface.parameters import (
     BLOOM_ROWS,
+    DEEPSEEK_V3_ROWS,
     GPT2_ROWS,
     LLAMA_ROWS,
     MIXTRAL_ROWS,
@@ -222,6 +226,48 @@ QWEN2_MOE = Family(
     ),
 )
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "model.layers.",
+    DEEPSEEK_V3_ROWS,
+    (
+        *_GATED_RMS_RULES,
+        # The norms within attention have this epsilon whatever the field says.
+        fixed("rms_norm_eps", 1e-6, written=True),
+        implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
+        rope(),
+        NO_GROUPS,
+        QUERY_RANK,
+        copied("kv_lora_rank", "kv_lora_rank", default=512),
+        copied("qk_head_dim", "qk_nope_head_dim", default=128),
+        copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+        copied("v_head_dim", "v_head_dim", default=128),
+        copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
+        copied("moe_router_topk", "num_experts_per_tok", default=8),
+        DEEPSEEK_EXPERTS,
+        fixed("attention_bias", False, written=True),
+        fixed("rope_interleave", True, written=True),
+        fixed("norm_topk_prob", True, written=True),
+        fixed("scoring_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+        fixed("moe_layer_freq", 1),
+        implied(qk_layernorm=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        implied(moe_router_dtype="fp32", window_size=None),
+    ),
+    # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
+    (
+        "head_dim",
+        "qk_head_dim",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "auto_map",
+    ),
+)
 _LAYER_NORM_RULES: tuple[Rule, ...] = (
     copied("num_layers", "n_layer", "num_hidden_layers"),
     copied("num_attention_heads", "n_head", "num_attention_heads"),
@@ -274,7 +320,7 @@ BLOOM = Family(
         "skip_bias_add_qkv",
     ),
 )
-FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2, BLOOM)
+FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT2, BLOOM)
 
 _NAMES = record(
     {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))},

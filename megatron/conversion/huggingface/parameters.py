@@ -38,6 +38,7 @@ LLAMA_ROWS = {
     "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj.")),
     "mlp.linear_fc2.": Row(("mlp.down_proj.",)),
+    "pre_mlp_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.router.": Row(("mlp.gate.",)),
     "mlp.experts.experts.linear_fc1.": Row(
         ("mlp.experts.{e}.gate_proj.", "mlp.experts.{e}.up_proj."), fused="mlp.experts.gate_up_proj"
@@ -59,6 +60,19 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 QWEN3_ROWS = LLAMA_ROWS | {
     "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj."), biased=False),
     "mlp.linear_fc2.": Row(("mlp.down_proj.",), biased=False),
+}
+DEEPSEEK_V3_ROWS = LLAMA_ROWS | {
+    "input_layernorm.": Row(("input_layernorm.",)),
+    "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
+    "self_attention.linear_q_down_proj.": Row(("self_attn.q_a_proj.",)),
+    "self_attention.linear_q_up_proj.layer_norm_": Row(("self_attn.q_a_layernorm.",)),
+    "self_attention.linear_q_up_proj.": Row(("self_attn.q_b_proj.",)),
+    "self_attention.linear_kv_down_proj.": Row(("self_attn.kv_a_proj_with_mqa.",)),
+    "self_attention.linear_kv_up_proj.layer_norm_": Row(("self_attn.kv_a_layernorm.",)),
+    "self_attention.linear_kv_up_proj.": Row(("self_attn.kv_b_proj.",)),
+    "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
+    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
 PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),

@@ -180,6 +180,18 @@ def chained(optimizer: Any) -> list[Mapping[str, Any]]:
     return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
+def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
+    """`optimizer` of common.pt as a run with these arguments has it: with EP > 1 experts have one of their own.
+
+    No parameter of theirs is without weight decay, so there is one group.
+    """
+    if (args.get("num_experts") or 0) <= 1 or (args.get("expert_model_parallel_size") or 1) == 1:
+        return optimizer
+    groups = optimizer["optimizer"]["param_groups"]
+    kinds = ([group | {"is_expert_parallel": False} for group in groups], [groups[0] | {"is_expert_parallel": True}])
+    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(kinds)}
+
+
 def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
     """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
 
@@ -204,14 +216,12 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
 # Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
 _MODEL: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "multi_latent_attention": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "rope_type": (None, "rope"),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "softmax_type": ("vanilla", None),
@@ -277,25 +287,28 @@ def _cuda_state(seed: int) -> torch.Tensor:
 # one that is not there, even though all of them are empty in other precisions.
 
 # Modules that have a state, by their weight. Transformer Engine's attention and norms have one, Megatron-core's own do
-# not ask for it.
+# not ask for it; each expert of a layer is a module.
 _STATEFUL = re.compile(
-    r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]|self_attention\.[qk]_layernorm)"
+    r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
+    r"|mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc[12]"
+    r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
     r"|decoder\.final_layernorm)\.weight"
 )
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 
-def extra_states(keys: Iterable[str]) -> dict[str, ShardedObject]:
-    """One entry per module, of the model whose weights are among `keys`."""
+def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObject]:
+    """One entry per module, of the model whose weights are among `keys` and which has so many experts in a layer."""
     states: dict[str, torch.Tensor | None] = {}
     for key in keys:
         if match := _STATEFUL.fullmatch(key):
             module = match[1]
-            states[module] = _EMPTY if module.endswith("layernorm") else None
-            if module.endswith("linear_proj"):
-                states[module.replace("linear_proj", "core_attention")] = None
-    named = {f"{module}._extra_state/shard_0_1": value for module, value in states.items()}
-    return {key: ShardedObject(key, value) for key, value in named.items()}
+            count = experts if ".experts.experts." in module else 1
+            for place in range(count):
+                states[f"{module}._extra_state/shard_{place}_{count}"] = _EMPTY if module.endswith("norm") else None
+            if module.endswith("self_attention.linear_proj"):
+                states[module.replace("linear_proj", "core_attention") + "._extra_state/shard_0_1"] = None
+    return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
 def is_extra_state(key: str) -> bool:

@@ -27,7 +27,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_optimizer_complete
 from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, fused_name, local_name, rank_parameters
+from megatron.conversion.model_space.rank_layout import Layout, in_modules, local_name, norm_key, rank_parameters
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format.schema import (
@@ -100,6 +100,7 @@ class LegacySource:
             # What this rank holds follows from the layers; the order of its parameters from its file, since flat
             # optimizer buffers were filled in the order of the modules.
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
+            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = open_file(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
@@ -252,7 +253,7 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
     # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call experts.local_experts.3...
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
-    for name in (parameter.name, local_name(parameter.name), fused_name(parameter.name), grouped):
+    for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
         if name in model:
             return name
     raise CheckpointError(f"{where}: {parameter.name} is missing")

@@ -23,9 +23,8 @@ from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.pieces import FilePlace, LocalBox, LocalParameter, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
-    has_fused_norms,
+    in_modules,
     rank_parameters,
-    with_local_norms,
 )
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
@@ -114,8 +113,7 @@ class _Contents:
         """By file name."""
         args, training = self._args, self._source.training
         chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
-        if not has_fused_norms(args):
-            chunks = [with_local_norms(parameters) for parameters in chunks]
+        chunks = [in_modules(parameters, args, tp) for parameters in chunks]
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)

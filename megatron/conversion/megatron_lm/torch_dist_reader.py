@@ -31,10 +31,9 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
-    fused_name,
-    has_fused_norms,
+    in_modules,
+    norm_key,
     rank_parameters,
-    with_local_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import (
@@ -112,7 +111,7 @@ class TorchDistSource:
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
-        name = fused_name(match[2] if match else key)
+        name = norm_key(match[2] if match else key, self._reader.metadata.tensors)
         state = match[1].replace("fp32_param", "param") if match else None
         stored = self._reader.metadata.tensors[key]
         reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
@@ -159,6 +158,7 @@ class TorchDistSource:
         for group, (tp, pp) in enumerate(layout.ranks):
             where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
+                parameters = in_modules(parameters, self.args, tp)
                 dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
                 self._add_chunk(buckets, (0, group, chunk), dense, where)
         for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
@@ -177,8 +177,6 @@ class TorchDistSource:
         """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
         if not parameters:
             return
-        if not has_fused_norms(self.args):
-            parameters = with_local_norms(parameters)
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
             # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.

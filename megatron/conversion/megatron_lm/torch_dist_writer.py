@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, extra_states, stored_model, with_asked_for
+from megatron.conversion.megatron_lm.args import (
+    ASKED_FOR,
+    common_state,
+    extra_states,
+    in_chain,
+    stored_model,
+    with_asked_for,
+)
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
@@ -59,7 +66,13 @@ class StackedLayers:
 def stacked_key(key: str, num_layers: int) -> str:
     """The key of a layer's object as a place in the grid of all layers."""
     match = _LAYER.fullmatch(key)
-    return key if match is None else (match[1] + match[3]).replace("shard_0_1", f"shard_{match[2]}_{num_layers}")
+    if match is None:
+        return key
+    module, _, grid = (match[1] + match[3]).rpartition("/shard_")
+    if grid == "0_1":
+        return f"{module}/shard_{match[2]}_{num_layers}"
+    expert, _, experts = grid.partition("_")
+    return f"{module}/shard_{match[2]}.{expert}_{num_layers}.{experts}"
 
 
 def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
@@ -80,9 +93,10 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
 
 
 def _extra_states(source: Source) -> ShardedStateDict:
+    experts = int(source.args.get("num_experts") or 0)
     if not isinstance(source, StackedLayers):
-        return {**extra_states(source.tensors)}
-    entries = extra_states(source.by_layer).values()
+        return {**extra_states(source.tensors, experts)}
+    entries = extra_states(source.by_layer, experts).values()
     keys = [stacked_key(entry.key, source.num_layers) for entry in entries]
     return {key: ShardedObject(key, entry.value) for key, entry in zip(keys, entries, strict=True)}
 
@@ -107,7 +121,8 @@ def _common(source: Source) -> dict[str, Any]:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
             optimizer["grad_scaler"] = training.grad_scaler
-        common["optimizer"] = optimizer | {"param_state_sharding_type": "fully_reshardable"}
+        optimizer["param_state_sharding_type"] = "fully_reshardable"
+        common["optimizer"] = in_chain(optimizer, args)
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
     return common

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,17 +173,23 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
 
 
 # Norms by their names in Megatron-core's local modules and, as part of the projection that follows, in ours and
-# Transformer Engine's, which torch_dist has for both. The norm before a layer with experts stands by itself in both.
+# Transformer Engine's. Those that no single projection follows (before experts, before latent attention) stand by
+# themselves in all of them, but Megatron-core writes that before experts under the fused name from local modules.
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 
 
-def fused_name(name: str) -> str:
-    """The name on disk, in torch_dist, of a parameter of Megatron-core's local modules."""
+def norm_key(name: str, names: Container[str]) -> str:
+    """The key of a norm's parameter that goes by either of its names; others are their own. `names`: all weights."""
     for local, fused in _NORMS.items():
-        name = name.replace("." + local, "." + fused)
+        before, found, part = name.partition("." + local if "." + local in name else "." + fused)
+        if found:
+            projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
+            return f"{before}.{fused if projection in names else local}{part}"
     return name
 
 
@@ -194,19 +200,36 @@ def local_name(name: str) -> str:
     return name
 
 
-def with_local_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """A chunk's parameters by the names and in the order of Megatron-core's local modules.
+def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
+    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the modules of a Megatron-LM
+    run with these arguments had: ours, which are Transformer Engine's, or Megatron-core's local ones.
 
-    The norm before attention comes first in its layer there, in front of linear_proj.
+    These have the norm before attention in front of linear_proj, those within latent attention behind its projections,
+    and what its queries, keys and values come from split over TP, too.
     """
+    if has_fused_norms(args):
+        return list(parameters)
+    tp_size = args.get("tensor_model_parallel_size") or 1
     renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
-    place = {parameter.name: index for index, parameter in enumerate(renamed)}
+    place: dict[str, float] = {parameter.name: index for index, parameter in enumerate(renamed)}
 
     def order(parameter: LocalParameter) -> float:
-        layer, norm, _ = parameter.name.partition("input_layernorm.")
-        return place[f"{layer}self_attention.linear_proj.weight"] - 0.5 if norm else place[parameter.name]
+        before, norm, _ = parameter.name.partition("input_layernorm.")
+        if norm:
+            return place[f"{before}self_attention.linear_proj.weight"] - 0.5
+        before, norm, _ = parameter.name.partition("_layernorm.")
+        latent = f"{before.rpartition('.')[0]}.linear_kv_up_proj.weight"
+        if norm and latent in place:
+            return place[latent] + (0.25 if before.endswith(".q") else 0.5)
+        return place[parameter.name]
 
-    return sorted(renamed, key=order)
+    renamed.sort(key=order)
+    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in renamed]
+
+
+def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
+    (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
+    return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 
 
 def has_fused_norms(args: Mapping[str, Any]) -> bool:

@@ -11,13 +11,25 @@ from megatron.core.module import MegatronModule, Normal, param_info, set_param_i
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.rotary import RotaryTables, rotate, split_qkv
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 
-class SelfAttention(MegatronModule):
+class Attention(MegatronModule):
+    """What all kinds of attention have: positions and a core."""
+
+    rotary: RotaryTables | None
+    core_attention: CoreAttention
+
+    def share_tables(self, other: Attention) -> None:
+        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
+        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
+
+
+class SelfAttention(Attention):
     """Norm and attention. Query groups are split over TP: a rank has whole ones, query heads with their key and value.
 
     Rows of `linear_qkv`, viewed as `[groups, q + 2, d]`: the query heads of a group, its key, its value. So the global
@@ -67,12 +79,10 @@ class SelfAttention(MegatronModule):
         if config.qk_layernorm:
             self.q_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
             self.k_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
-        self.rotary = RotaryTables(config, cp.attention_axis) if config.position_embedding_type == "rope" else None
+        self.rotary = None
+        if config.position_embedding_type == "rope":
+            self.rotary = RotaryTables(config, cp.attention_axis, head_dim, config.rotary_interleaved)
         self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp)
-
-    def share_tables(self, other: SelfAttention) -> None:
-        """Use the rotary tables and fixed masks of a layer of the same kind: they are as large as the sequence."""
-        self.rotary, self.core_attention.mask = other.rotary, other.core_attention.mask
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `attention_mask` `[b, 1, s, s]`, True = forbidden.

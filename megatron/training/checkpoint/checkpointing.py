@@ -27,7 +27,7 @@ from megatron.conversion.files import Options, Progress
 from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import extra_states
+from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
@@ -53,7 +53,8 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
-    state: ShardedStateDict = {**model, **extra_states(model), **fp8_state(run, model)}
+    empty = extra_states(model, run.config.model.experts)
+    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
@@ -98,7 +99,7 @@ def common_state(run: Run) -> dict[str, Any]:
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
     if not config.checkpoint.no_save_optim:
-        common["optimizer"] = run.optimizer.state_dict()
+        common["optimizer"] = in_chain(run.optimizer.state_dict(), config.flags())
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
@@ -175,6 +176,7 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     check_free_space(directory, sum(path.stat().st_size for path in stored))
     made = directory / "rewritten"
     write(made)
+    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this is interrupted.
     for path in stored:
         path.unlink()
     for path in list(made.iterdir()):

@@ -90,11 +90,12 @@ class CheckpointSaver:
         if self._saver is None:
             self._saver = self._make_saver()
         self.finish()
+        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
         generation = self._generation if self._generation is not None and root == self._generation.root else None
         lineage = self._lineage(generation, iteration)
         loss = common.get(VALIDATION_LOSS, math.nan)
 
-        def on_commit() -> None:
+        def on_commit() -> None:  # on rank 0, when the checkpoint is durable and has its name
             if generation is None:  # --ckpt-convert-save
                 write_tracker(root, iteration)
                 return

@@ -126,7 +126,9 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}}, "no 'factor': give --rotary-scaling-factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}}, "'yarn' with .* is not understood"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
@@ -149,7 +151,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, "is_encoder_decoder = True is not supported, only False is"),
         ({"hidden_size": None}, "no 'hidden_size': give --hidden-size"),
         ({"num_hidden_layers": None}, "no 'num_hidden_layers': give --num-layers"),
-        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\.input_layernorm\.weight.*config\.json calls for"),
+        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\..*config\.json calls for"),
         ({"intermediate_size": 40}, r"gate_proj\.weight has shape \[48, 32\], but config\.json makes it \[40, 32\]"),
         ({"vocab_size": 68}, r"embed_tokens\.weight has shape \[67, 32\], but config\.json makes it \[68, 32\]"),
         ({"num_key_value_heads": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
