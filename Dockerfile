@@ -1,7 +1,8 @@
 # Two images from one file:
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
-# Build arguments: PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
+#   docker build --target gpu_te -t megatron:te .   the same with Transformer Engine; not built yet (docs/gpu.md)
+# Build arguments: TE_VERSION; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
 # Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index
 # that has other files than PyPI: they are pinned by version.
@@ -48,3 +49,15 @@ RUN python3 -m venv .venv \
 COPY --chown=1001:1001 . .
 ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]
+
+FROM gpu AS gpu_te
+# Its part for PyTorch is compiled here, against the torch above, with nvcc and the headers of the same CUDA.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends cuda-nvcc-13-0 cuda-cudart-dev-13-0 cuda-nvrtc-dev-13-0 \
+        cuda-profiler-api-13-0 libcublas-dev-13-0 libcusparse-dev-13-0 libcusolver-dev-13-0 libcudnn9-dev-cuda-13 \
+        libnccl-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER 1001:1001
+ARG TE_VERSION=2.20.2
+RUN .venv/bin/pip install --no-cache-dir --no-build-isolation "transformer_engine[core_cu13,pytorch]==${TE_VERSION}"

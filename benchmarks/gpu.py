@@ -68,6 +68,10 @@ MODELS = {
 SMALL = {"small": Shape(2, 128, 384, 4, 2, 1000, 128, 2)}
 
 
+_TE = ["--transformer-impl", "transformer_engine"]
+VARIANTS = {"eager": [], "compile": ["--compile"], "te": _TE, "fp8": [*_TE, "--fp8-format", "hybrid"]}
+
+
 def run(command: list[str]) -> str:
     with Progress(" ".join(command[:1] + command[-4:])):
         result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
@@ -109,9 +113,10 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
         config = parse_args(shape.ours(options.iterations), 1).model
         work = model_flops_per_token(config, shape.seq, shape.vocab) * shape.seq * shape.batch
         for variant in options.variants:
-            extra = ["--device", options.device, *(["--compile"] if variant == "compile" else [])]
-            output = run(["pretrain_gpt.py", *shape.ours(options.iterations), *extra])
-            peer = run(["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *extra])
+            device = ["--device", options.device]
+            output = run(["pretrain_gpt.py", *shape.ours(options.iterations), *device, *VARIANTS[variant]])
+            theirs = ["--compile"] if variant != "eager" else []
+            peer = run(["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *device, *theirs])
             memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
             assert memory is not None
             peer_times = [float(line) for line in re.findall(r"^[\d.]+$", peer, re.MULTILINE)]
@@ -170,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["eager", "compile"])
     parser.add_argument("--iterations", type=int, default=20, help="of every training run")
     parser.add_argument("--disk", help="an empty directory for checkpoints; default: a temporary one")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")

@@ -19,8 +19,8 @@ What becomes of every option that Megatron-LM has had since 2023 when it stands 
 
 - **yes**: a flag of this project, with the same meaning.
 - **no effect**: accepted; the mathematics and the files are the same with and without it, for the reason given.
-- **only as default**: accepted where it says what is the case anyway or belongs to a feature that is off; else an
-  error that names the feature.
+- **only as default**: accepted where it asks for the default or belongs to a feature that is off; else an error
+  that names the feature.
 """
 
 
@@ -32,8 +32,8 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         if option.group.startswith("fork: "):
             continue
         if name in OTHER_NAMES:
-            told = ", ".join(f"{field} = {value}" for field, value in OTHER_NAMES[name].values.items())
-            yield option.group, name, "yes", f"another way to say {told or OTHER_NAMES[name].takes}"
+            values = ", ".join(f"{field} = {value}" for field, value in OTHER_NAMES[name].values.items())
+            yield option.group, name, "yes", f"another way to set {values or OTHER_NAMES[name].takes}"
         elif name in known or (option.words == "0" and base_name(name) in bases):
             yield option.group, name, "yes", ""
         elif option.here == "no effect":

@@ -10,10 +10,11 @@ The vocabulary is that of --vocab-size, else of the tokenizer, which then must b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from megatron.planning.pictures import plan_picture
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.reporting.summary import run_shape
+from megatron.training.reporting.summary import plan_page, run_shape, set_planned_vocab_size
 from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
@@ -52,61 +52,34 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead; sizes in bytes")
     options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
     given, _ = parse_flags(flag_parser(), rest)
-    for name, value in {"lr": 1.0, "min_lr": 0.0}.items():  # nothing here depends on these
-        given.setdefault(name, value)
+    given = {"lr": 1.0, "min_lr": 0.0} | given  # nothing here depends on these
     if "train_samples" not in given:
         given.setdefault("train_iters", 1)
     return options, given
 
 
-def configure(given: Given, world_size: int, vocab_size: int | None = None) -> Config:
+def make_plan(given: Given, world_size: int) -> tuple[Config, RunPlan]:
+    """The configuration of `given` flags and its plan; ValueError if there can be no such run."""
     config = make_config(given, world_size)
-    if vocab_size is None:
-        needs_tokenizer = "vocab_size" not in given or config.tokenizer.tokenizer_type == "NullTokenizer"
-        vocab_size = build_tokenizer(config.tokenizer).vocab_size if needs_tokenizer else given["vocab_size"]
-    config.set_vocab_size(vocab_size)
-    return config
+    set_planned_vocab_size(config)
+    return config, plan_run(run_shape(config, world_size, model_provider), world_size)
 
 
-def make_plan(config: Config, world_size: int) -> RunPlan:
-    return plan_run(run_shape(config, world_size, model_provider), world_size)
-
-
-def alternatives(given: Given, world_size: int, vocab_size: int) -> list[tuple[str, RunPlan]]:
-    """Plans with one thing changed, those that are possible."""
+def alternatives(given: Given, world_size: int, needed: int) -> list[tuple[str, int]]:
+    """Flags that change one thing and make the run need less than `needed` bytes on its fullest rank, and how much."""
     axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: given.get(name, 1) * 2 for name in axes}
     changes = ALTERNATIVES + [(f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()]
     plans = []
     for flags, change in changes:
-        if change.items() <= given.items():
-            continue
-        try:
-            plans.append((flags, make_plan(configure(given | change, world_size, vocab_size), world_size)))
-        except ValueError:  # not possible with this model or number of ranks
-            continue
-    return plans
+        if not change.items() <= given.items():
+            with contextlib.suppress(ValueError):  # not possible with this model or number of ranks
+                plans.append((flags, make_plan(given | change, world_size)[1].largest))
+    return [(flags, size) for flags, size in plans if size < needed]
 
 
 def gb(count: float) -> str:
     return f"{count / 1e9:.2f}"
-
-
-def report(config: Config, plan: RunPlan, world_size: int) -> str:
-    """The tables; all sizes in GB of 10^9 bytes."""
-    parallel = config.parallel
-    context = f"context {parallel.cp_size} ({parallel.cp_comm_type}) x " if parallel.cp_size > 1 else ""
-    lines = [
-        f"{plan.num_parameters / 1e9:.3f}B parameters on {world_size} ranks: tensor {parallel.tp_size} x {context}"
-        f"pipeline {parallel.pp_size}{f' ({parallel.vpp_size} chunks)' if parallel.vpp_size > 1 else ''} x data "
-        f"{parallel.dp_size(world_size)}; {config.training.global_batch_size} samples of {config.data.seq_length} "
-        f"tokens a step, {plan.num_microbatches} micro batches of {config.training.micro_batch_size}",
-        f"pipeline bubble: {100 * plan.bubble:.1f} % of a step",
-        f"checkpoint: {gb(plan.checkpoint_bytes)} GB",
-        "",
-        plan.table(),
-    ]
-    return "\n".join(lines)
 
 
 def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
@@ -130,7 +103,7 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
 
 def stage_as_json(stage: StagePlan) -> dict[str, Any]:
     traffic = stage.traffic
-    axes = {"tp": traffic.tp, "cp": traffic.cp, "pp": traffic.pp, "dp": traffic.dp, "embedding": traffic.embedding}
+    axes = {field.name: getattr(traffic, field.name) for field in fields(traffic)}
     return {
         "stage": stage.ps.pp.rank,
         "num_layers": stage.num_layers,
@@ -149,22 +122,19 @@ def verdict(needed: int, available: float, reserve: float) -> str:
 
 def main(argv: Sequence[str]) -> int:
     options, given = parse(argv)
-    config = configure(given, options.world_size)
-    plan = make_plan(config, options.world_size)
-    needed, limited = plan.largest, options.device_memory_gb is not None
-    available, reserve = (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
+    world_size, limited = options.world_size, options.device_memory_gb is not None
+    config, plan = make_plan(given, world_size)
+    needed, available, reserve = plan.largest, (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
     fits = not limited or needed + reserve <= available
-    assert config.model.vocab_size is not None
-    others = [] if fits else alternatives(given, options.world_size, config.model.vocab_size)
-    better = [(flags, other.largest) for flags, other in others if other.largest < needed]
+    better = [] if fits else alternatives(given, world_size, needed)
     if options.plot is not None:
         plan_picture(plan, options.plot, available if limited else None, reserve if limited else 0.0)
     if options.json:
         ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
         answer = {"fits": fits, "alternatives": ways} if limited else {}
-        print(json.dumps(as_json(config, plan, options.world_size) | answer, indent=2))
+        print(json.dumps(as_json(config, plan, world_size) | answer, indent=2))
         return 0 if fits else 1
-    print("\n".join([*(f"note: {note}" for note in config.notes), report(config, plan, options.world_size)]))
+    print(plan_page(config, world_size, plan))
     if limited:
         print(f"\n{verdict(needed, available, reserve)}")
     for flags, size in better:

@@ -28,7 +28,7 @@ from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
 from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order
 from megatron.core.progress import Progress
 from megatron.core.utils import flag
-from megatron.training.config.arguments import build, make_parser, parse_flags
+from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -53,18 +53,14 @@ class PreprocessConfig:
     """What is one document of plain text: a file, a block of lines between blank lines, or a line."""
     append_eod: bool = flag(False)
     """Append the end-of-document token to every document."""
-    workers: int | None = flag(None)
+    workers: int | None = flag(None, positive=True)
     """Processes that tokenize. Default: one per core."""
-    log_interval: int = flag(1000)
+    log_interval: int = flag(1000, positive=True)
     """Documents between progress lines, where the output is no terminal."""
 
     def __post_init__(self) -> None:
         if not self.input or self.output_prefix is None:
             raise ValueError("--input and --output-prefix are required (--help lists all flags)")
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {self.workers}")
-        if self.log_interval < 1:
-            raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
 
     @property
     def num_workers(self) -> int:
@@ -100,7 +96,7 @@ class Tokens:
 def main(argv: list[str] | None = None) -> None:
     sections = {"Text and documents": PreprocessConfig, "Tokenizer": TokenizerConfig}
     try:
-        given, _ = parse_flags(make_parser(sections), sys.argv[1:] if argv is None else argv)
+        given, _ = parse_flags(FlagParser(sections), sys.argv[1:] if argv is None else argv)
         preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
     except (ValueError, OSError, WorkerDiedError) as error:
         sys.exit(f"error: {error}")
@@ -149,7 +145,7 @@ def find_files(patterns: list[str]) -> list[str]:
     paths: dict[str, None] = {}
     for pattern in patterns:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in found if not os.path.isdir(path)]  # a pipe is welcome, too
+        files = [path for path in found if not os.path.isdir(path)]  # a pipe will do
         if not files:
             hint = f": it is a directory, give a pattern such as '{pattern}/**/*.txt'" if os.path.isdir(pattern) else ""
             raise ValueError(f"--input {pattern}: no such file{hint}")

@@ -1,20 +1,27 @@
-"""From any format to any format, through model space."""
+"""From any format to any format, through model space: how each is opened and written."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
-from megatron.conversion.files import Progress, exclusive_output_dir, no_progress
-from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.deepspeed.reader import UniversalSource
+from megatron.conversion.deepspeed.writer import write_universal
+from megatron.conversion.files import Options, Progress, exclusive_output_dir, no_progress
+from megatron.conversion.find_checkpoint import Found, require_checkpoint
+from megatron.conversion.huggingface.reader import HuggingFaceSource
+from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.load import RunCheckpoint
+from megatron.conversion.megatron_lm.args import read_common
+from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
 from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import (
@@ -26,37 +33,60 @@ from megatron.conversion.model_space.source import (
     full_precision_key,
     optimizer_states,
 )
-from megatron.conversion.open_checkpoint import Hints, open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing.boxes import cut_rows
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import fsync_tree, put_in_place
+from megatron.core.object_storage import ObjectPath
 
 _VERIFY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Options:
-    """How the target shall be; None means as the source is."""
+class Hints:
+    """What the user knows about a source that its files do not say."""
 
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    virtual_pipeline_parallel: int | None = None
-    dtype: torch.dtype | None = None
-    optimizer: bool = True
-    vocab_size: int | None = None
-    tokenizer: Path | None = None
-    max_shard_size: int = 5 * 10**9
-    optim_sidecar: bool = False
-    workers: int = 1
-    universal_style: str | None = None
-    qkv_blocks: bool = False
-    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
-    stacked_layers: bool = False
-    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
-    note: Callable[[str], None] = lambda text: None  # told what else is worth a line
+    args: Mapping[str, Any] = field(default_factory=dict)  # they override those in the files
+    ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
+    qkv_layout: str | None = None  # of a universal checkpoint
+    optimizer: bool = True  # False: skip its state, whatever it is
+    as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
+    verify: bool = False  # compare what is read with the checksums
 
 
-Writer = Callable[[Source, Path, Options, Progress], list[str]]  # returns what could not be carried
+def _open_torch_dist(directory: Path, hints: Hints) -> Source:
+    if hints.as_saved:
+        common = read_common(directory, verify=hints.verify)
+        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
+            return RunCheckpoint(directory, common, hints.verify)
+    return TorchDistSource(directory, hints.optimizer, hints.verify)
+
+
+READERS: dict[str, Callable[[Path, Hints], Source]] = {
+    "torch_dist": _open_torch_dist,
+    "legacy": lambda directory, hints: LegacySource(directory, hints.optimizer),
+    "hf": lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
+    "universal": lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
+}
+
+
+def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
+    """The checkpoint that `root` means as a `Source`."""
+    return open_found(require_checkpoint(root, step, loader), hints)
+
+
+def open_found(found: Found, hints: Hints | None = None) -> Source:
+    """A checkpoint that was found, perhaps by another process."""
+    hints = hints or Hints()
+    if hints.verify and not (found.directory / CHECKSUMS).is_file():
+        raise ValueError(
+            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: drop the flag, "
+            "or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
+        )
+    source = READERS[found.format](found.directory, hints)
+    source.args.update(hints.args)
+    return source
 
 
 def _write_torch_dist(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
@@ -69,32 +99,12 @@ def _write_legacy(source: Source, root: Path, options: Options, progress: Progre
     return _in_iteration(source, root, lambda to: write_legacy(source, to, layout, options.workers, progress))
 
 
-def _write_huggingface(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
-    chosen = HuggingFaceOptions(
-        options.dtype,
-        options.max_shard_size,
-        options.vocab_size,
-        options.tokenizer,
-        options.trusted,
-        options.optim_sidecar and source.training is not None,
-        options.workers,
-        options.note,
-    )
-    return write_huggingface(source, root, chosen, progress)
-
-
-def _write_universal(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
-    tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
-    blocks = tensor_parallel if options.qkv_blocks else None
-    chosen = UniversalOptions(options.universal_style, blocks, options.vocab_size, options.workers)
-    return write_universal(source, root, chosen, progress)
-
-
-WRITERS: dict[str, Writer] = {
+# Each returns what could not be carried.
+WRITERS: dict[str, Callable[[Source, Path, Options, Progress], list[str]]] = {
     "torch_dist": _write_torch_dist,
     "legacy": _write_legacy,
-    "hf": _write_huggingface,
-    "universal": _write_universal,
+    "hf": write_huggingface,
+    "universal": write_universal,
 }
 
 
@@ -122,37 +132,52 @@ def convert(
     progress: Progress = no_progress,
     starting: Callable[[int], None] = lambda nbytes: None,
 ) -> ConversionReport:
-    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there whole or not at all.
+    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there complete or not at all.
 
-    `starting` is told how many bytes are to come: first to be written, then, with `verify`, compared. ValueError for
-    an existing target without `overwrite`, an unreadable source, and a target that cannot hold the model: nothing is
-    left behind then.
+    `starting` receives the number of bytes to write and then, with `verify`, to compare. Raises ValueError for an
+    existing target without `overwrite`, an unreadable source, or a format that cannot hold the model; nothing is left
+    behind then.
     """
     options = options or Options()
-    options = dataclasses.replace(options, trusted=(*options.trusted, load_dir))
     source = open_checkpoint(load_dir, loader, step, hints)
+    sidecar = options.optim_sidecar and source.training is not None
+    options = dataclasses.replace(options, trusted=(*options.trusted, load_dir), optim_sidecar=sidecar)
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
-        raise ValueError(f"--save-dir {save_dir} is or contains the source {load_dir}: nothing would be left of it")
+        raise ValueError(
+            f"--save-dir {save_dir} is or contains the source {load_dir}, which would be lost: choose another"
+        )
+    if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
+        reason = "nothing is replaced there: delete it first" if overwrite else "give --saver torch_dist or a directory"
+        raise ValueError(f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}")
     changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
+
+    def compare_with_source(written: Path) -> int | None:
+        if not verify:
+            return None
+        target = open_checkpoint(written)
+        starting(sum(info.nbytes for info in target.tensors.values()))
+        return compare(changed, target, progress)
+
+    unused = [f"unused in the source: {name}" for name in source.unused]
+    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
+        not_carried = WRITERS[saver](changed, save_dir, options, progress)
+        verified = compare_with_source(save_dir)
+        return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
+    # Beside the target, so that the final rename stays within one file system.
     partial = save_dir.with_name(f".{save_dir.name}.converting")
     with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
-        verified = None
-        if verify:
-            written = open_checkpoint(partial)
-            starting(sum(info.nbytes for info in written.tensors.values()))
-            verified = compare(changed, written, progress)
+        verified = compare_with_source(partial)
         put_in_place(partial, save_dir)
-    unused = [f"unused in the source: {name}" for name in source.unused]
     return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:
-    """About how many: without the little that a format adds."""
+    """Approximately: without what a format adds."""
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     if saver == "hf" and not options.optim_sidecar:
         return sum(info.nbytes for info in weights)
@@ -163,9 +188,9 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
 
 
 class CastSource:
-    """A source as the options want it: another dtype of the weights, or without the optimizer.
+    """A source with weights of another dtype, or without the optimizer, as the options say.
 
-    A new dtype is cast from the fp32 main parameters where there are some.
+    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
     """
 
     def __init__(self, source: Source, options: Options) -> None:
@@ -175,11 +200,10 @@ class CastSource:
         self.training: TrainingState | None = source.training
         self.tensors: dict[str, TensorInfo] = {}
         for key, info in source.tensors.items():
-            is_state = key.startswith("optimizer.state.")
-            if is_state and not options.optimizer:
-                continue
-            cast = options.dtype is not None and not is_state
-            self.tensors[key] = TensorInfo(info.shape, options.dtype) if cast and options.dtype else info
+            if not key.startswith("optimizer.state."):
+                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
+            elif options.optimizer:
+                self.tensors[key] = info
         if options.dtype is not None:
             self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
             self.args["params_dtype"] = options.dtype
@@ -200,43 +224,36 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
     count = 0
     for key, info in result.tensors.items():
         if key not in source.tensors:
-            raise ValueError(f"verification: {result.description} has {key}, which the source has not")
-        rows = info.shape[0] if info.shape else 1
-        step = max(1, _VERIFY_BYTES // max(1, info.nbytes // max(1, rows)))
-        for first in range(0, rows, step):
-            lead = (min(step, rows - first), *info.shape[1:]) if info.shape else ()
-            offset = (first,) + (0,) * (len(info.shape) - 1) if info.shape else ()
-            expected = source.read(key, offset, lead).to(info.dtype)
-            if not torch.equal(result.read(key, offset, lead), expected):
-                raise ValueError(f"verification: {key} differs from the source (rows from {first} on)")
+            raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
+        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
+            expected = source.read(key, offset, shape).to(info.dtype)
+            if not torch.equal(result.read(key, offset, shape), expected):
+                raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
             progress(expected.nbytes)
         count += 1
-    lost = [key for key in source.tensors if key not in result.tensors and not _left_out(key, result)]
+    # A result without any optimizer state has no place for it, or it was not wanted.
+    has_optimizer = bool(optimizer_states(result.tensors))
+    wanted = [key for key in source.tensors if has_optimizer or not key.startswith("optimizer.")]
+    lost = [key for key in wanted if key not in result.tensors]
     if lost:
         raise ValueError(f"verification: {result.description} lacks {len(lost)} tensors of the source, {lost[0]} first")
     return count
 
 
-def _left_out(key: str, result: Source) -> bool:
-    """Optimizer state, where the result has none at all: the format cannot hold it, or it was not wanted."""
-    return key.startswith("optimizer.") and not any(other.startswith("optimizer.") for other in result.tensors)
-
-
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
-    """The source's layout where the options say nothing; chunks and uneven stages go with their pipeline."""
+    """The source's layout unless the options change it; a new number of stages drops chunks and uneven stages."""
     pp = options.pipeline_parallel or args.get("pipeline_model_parallel_size") or 1
     same_pipeline = pp == (args.get("pipeline_model_parallel_size") or 1)
     vpp = options.virtual_pipeline_parallel
     if vpp is None:
         vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    first, last = (args.get(name) if same_pipeline else None for name in ends)
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers") if same_pipeline else ()
     tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
-    return Layout.of(args["num_layers"], tp, pp, vpp, first, last)
+    return Layout.of(args["num_layers"], tp, pp, vpp, {name: args.get(name) for name in ends})
 
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:
-    """Below `root` as a run saves it: a directory per iteration, and the tracker last."""
+    """Write below `root` as a run does: a directory per iteration, and the tracker last."""
     training = source.training
     begun = training is not None and (training.iteration > 0 or training.param_groups is not None)
     iteration: int | str = training.iteration if training is not None and begun else "release"

@@ -1,4 +1,4 @@
-"""What all writers share: where a conversion grows, who works on it, and how large its parts are."""
+"""What all writers share: options, the output directory, threads, and writing at given positions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.durable_files import naming, remove
 
 Progress = Callable[[int], None]  # called with the number of bytes just written
@@ -21,6 +23,28 @@ Progress = Callable[[int], None]  # called with the number of bytes just written
 
 def no_progress(nbytes: int) -> None:
     """The default `Progress`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the target shall be; None means as the source is."""
+
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    virtual_pipeline_parallel: int | None = None
+    dtype: torch.dtype | None = None  # of the weights
+    optimizer: bool = True
+    vocab_size: int | None = None  # rows beyond it are cut
+    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    max_shard_size: int = 5 * 10**9
+    optim_sidecar: bool = False
+    workers: int = 1
+    universal_style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
+    qkv_blocks: bool = False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
+    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
+    stacked_layers: bool = False
+    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
+    note: Callable[[str], None] = lambda text: None  # receives further lines for the user
 
 
 def make_empty_directory(directory: Path) -> None:
@@ -32,13 +56,14 @@ def make_empty_directory(directory: Path) -> None:
 
 @contextmanager
 def exclusive_output_dir(directory: Path) -> Iterator[None]:
-    """The directory, made or emptied, for one process at a time; it is removed if the block fails.
+    """Create or empty `directory` for one process at a time, and remove it if the block fails.
 
-    Raises ValueError while another conversion works there. What a killed one left is removed.
+    Raises ValueError while another conversion works there. Leftovers of a killed conversion are removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     handle = _open_own(directory)
     try:
+        # The lock goes with the process: a killed conversion blocks nobody.
         _lock(handle, directory)
         try:
             for path in directory.iterdir():
@@ -53,13 +78,13 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
 
 
 def _open_own(directory: Path) -> int:
-    """A link that someone has planted would be emptied in place of the directory."""
+    """Refuse links: a planted one would have its target emptied."""
     try:
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise ValueError(f"{directory} is a link: remove it, a conversion would write where it leads") from error
+        raise ValueError(f"{directory} is a link: remove it, since a conversion would write to its target") from error
     if os.fstat(handle).st_uid != os.geteuid():
         os.close(handle)
         raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
@@ -71,12 +96,12 @@ def _lock(handle: int, directory: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems do not support locks
         pass
 
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Into the existing file, which is open meanwhile only: any number of files can be written in turns."""
+    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit on their number."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     view = memoryview(array)
     descriptor = os.open(path, os.O_WRONLY)
@@ -89,15 +114,30 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
         os.close(descriptor)
 
 
+def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
+    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which are zero so far."""
+    layout = lay_out_archive(value)
+    with naming(path), path.open("wb") as file:
+        file.truncate(layout.size)
+        for position, fixed in layout.fixed:
+            file.seek(position)
+            file.write(fixed)
+        for slot, position in layout.places:
+            if slot.content is not None:
+                file.seek(position)
+                file.write(slot.content.view(-1).view(torch.uint8).numpy().data)
+    return [(slot, position) for slot, position in layout.places if slot.content is None]
+
+
 def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
-    """Files of torch.save below `directory` that are missing or damaged, as far as their structure tells."""
+    """Files of torch.save below `directory` that are missing or structurally damaged."""
     faults = []
     for path in paths:
         if not path.is_file():
             faults.append(f"{path.relative_to(directory)} is missing")
             continue
         try:
-            safe_open(path)  # the directory of an archive is at its end
+            safe_open(path)  # an archive lists its content at its end
         except CheckpointError as error:
             faults.append(str(error))
     return faults

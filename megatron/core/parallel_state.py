@@ -9,6 +9,7 @@ Large-Scale Language Model Training"). Experts are split over axes of their own 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -231,6 +232,13 @@ class ParallelState:
     def expert_axes(self) -> ExpertAxes:
         return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), (self.tp, self.dp_cp))
 
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this rank's pipeline stage; None: the world is one. Collective on them when first asked for."""
+        if self.config.pp_size == 1:
+            return None
+        (ranks,) = _groups_along(self.config, self.world_size, self.rank, "tp", "cp", "dp")
+        return _stage_group(ranks)
+
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""
         return self.pp.is_first and chunk == 0
@@ -275,6 +283,11 @@ class ParallelState:
         if config.cp_size == 1:
             axes["dp"] = axes["dp_cp"]
         return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _stage_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="stage")
 
 
 def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:

@@ -56,6 +56,7 @@ def flag(
     *names: str,
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
+    positive: bool = False,
     decides: str | None = None,
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
@@ -64,11 +65,19 @@ def flag(
 
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
-    opposite of its default. `parse` makes the value of a word whose form the type does not tell.
+    opposite of its default. `parse` makes the value of a word whose form the type does not tell; a `positive` number is
+    checked where the command line is read.
 
     A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
     same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two
     spellings of the same model agree on, where that is not the field itself.
     """
-    metadata = {"flags": names, "choices": choices, "parse": parse, "decides": decides, "when": when or {}}
+    metadata = {
+        "flags": names,
+        "choices": choices,
+        "parse": parse,
+        "positive": positive,
+        "decides": decides,
+        "when": when or {},
+    }
     return dataclasses.field(default=default, metadata=metadata | {"meaning": meaning})

@@ -8,11 +8,12 @@ Assumed is a fused attention kernel, and dropout with a byte per element (CUDA).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.core.tensor_parallel import loss_chunk_elements
-from megatron.core.transformer.attention import takes_groups
+from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -34,6 +35,12 @@ class ActivationMemory:
     """Ranks over which an expert is split."""
     cp_size: int = 1
     cp_comm_type: str = "p2p"
+    with_experts: bool = False
+    """The MLP of the layer that is counted has experts."""
+
+    def of(self, kind: int) -> ActivationMemory:
+        """Of a layer of this kind: 1 with experts, 0 dense."""
+        return replace(self, with_experts=bool(kind))
 
     @property
     def itemsize(self) -> int:
@@ -76,8 +83,8 @@ class ActivationMemory:
 
     @property
     def per_head(self) -> int:
-        """`[s/cp, b, d]` of every head, divided by TP."""
-        return self.tokens * self.config.head_dim // self.tp_size * self.itemsize
+        """`[s/cp, b, d]` of every head, divided by TP; kernels take queries, keys and values of one width."""
+        return self.tokens * max(self.config.qk_width, self.config.v_width) // self.tp_size * self.itemsize
 
     @property
     def key_values(self) -> int:
@@ -96,32 +103,65 @@ class ActivationMemory:
     @cached_property
     def layer(self) -> int:
         """What a layer keeps from forward to backward, its input included."""
-        c, per_head = self.config, self.per_head
-        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
-        groups = c.query_groups if takes else c.num_attention_heads
-        qkv, context = per_head * (c.num_attention_heads + 2 * groups), per_head * c.num_attention_heads
-        if self.exchanges_heads and not c.recomputes("core_attn"):
-            context *= 2  # as the kernel gave it, and as the projection takes it
-        normalizer = 4 if c.normalization == "RMSNorm" else 8  # per row, fp32
-        total = 2 * self.residual + 2 * self.local_tokens * normalizer  # two norms
-        total += 0 if c.recomputes("layernorm") else 2 * self.residual  # the input of the linear layers behind them
-        total += qkv + context + (0 if self.mlp_again else self._mlp)
-        if c.qk_layernorm:  # the heads before and after it
-            heads = c.num_attention_heads + c.query_groups
-            total += per_head * heads + self.tokens * heads // self.tp_size * normalizer
-        if not c.recomputes("core_attn"):
-            total += self.tokens * c.num_attention_heads // self.tp_size * 4  # log-sum-exp
-            total += self._layer_mask
+        c = self.config
+        total = 2 * self.residual + self._norms * self.local_tokens * self._normalizer
+        total += 0 if c.recomputes("layernorm") else self._norms * self.residual  # the input of the linear layers
+        total += self._latents if c.multi_latent_attention else self._qk_norms
+        total += self._context if c.recomputes("mla_up_proj") else self._core
+        total += 0 if self.mlp_again else self._mlp
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
 
     @property
-    def _mlp(self) -> int:
-        """What the MLP keeps. In a model with experts every layer is taken for one with them, and they for evenly used:
-        of each chosen expert's rows their input, the inner values around the activation and its product, and places."""
+    def _normalizer(self) -> int:
+        """Of a norm, per row, fp32."""
+        return 4 if self.config.normalization == "RMSNorm" else 8
+
+    @property
+    def _context(self) -> int:
+        """The input of attention's output projection."""
         c = self.config
-        if not c.has_experts:
+        return self.tokens * c.v_width * c.num_attention_heads // self.tp_size * self.itemsize
+
+    @property
+    def _core(self) -> int:
+        """What attention keeps from its queries, keys and values on."""
+        c, per_head = self.config, self.per_head
+        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
+        groups = c.query_groups if takes else c.num_attention_heads
+        total = per_head * (c.num_attention_heads + 2 * groups) + self._context
+        if c.recomputes("core_attn"):
+            return total
+        if self.exchanges_heads or c.v_width < c.qk_width:
+            total += per_head * c.num_attention_heads  # as the kernel gave it, besides as the projection takes it
+        return total + self.tokens * c.num_attention_heads // self.tp_size * 4 + self._layer_mask  # log-sum-exp
+
+    @property
+    def _qk_norms(self) -> int:
+        """The heads before and after their norm."""
+        heads = self.config.num_attention_heads + self.config.query_groups if self.config.qk_layernorm else 0
+        return self.per_head * heads + self.tokens * heads // self.tp_size * self._normalizer
+
+    @property
+    def _latents(self) -> int:
+        """What latent attention's heads come from, before and after the norm; the shared part of the keys."""
+        c = self.config
+        widths = [width for width in (c.q_lora_rank, c.kv_lora_rank) if width is not None]
+        total = self.local_tokens * (sum(widths) + c.qk_pos_emb_head_dim) * self.itemsize
+        if c.recomputes("mla_up_proj"):
+            return total + self.tokens * c.qk_pos_emb_head_dim * self.itemsize
+        if c.qk_layernorm:
+            normed = 0 if c.recomputes("layernorm") else sum(widths) * self.itemsize
+            total += self.local_tokens * (normed + len(widths) * self._normalizer)
+        return total
+
+    @property
+    def _mlp(self) -> int:
+        """What the MLP keeps. Experts are taken for evenly used: of each chosen expert's rows their input, the inner
+        values around the activation and its product, and places."""
+        c = self.config
+        if not self.with_experts:
             return (self.blocks + 1) * self.inner
         rows = self.local_tokens * c.moe_router_topk * self.etp_size
         inner = rows * c.moe_ffn_size // self.etp_size * self.itemsize
@@ -133,9 +173,14 @@ class ActivationMemory:
         )  # fmt: skip
 
     @property
+    def _norms(self) -> int:
+        """Of the layer's two norms those whose results are kept: the MLP's belongs to it."""
+        return 1 if self.mlp_again and not self.with_experts else 2
+
+    @property
     def mlp_again(self) -> bool:
         """Backward computes the MLP again."""
-        return self.config.recomputes("moe" if self.config.has_experts else "mlp")
+        return self.config.recomputes("moe" if self.with_experts else "mlp")
 
     @property
     def _masked(self) -> bool:
@@ -156,9 +201,11 @@ class ActivationMemory:
         """What the layers of a chunk keep together between iterations: rotary tables, fixed masks."""
         c, total = self.config, 0
         scores = self.seq_length**2 // self.cp_size
-        if c.position_embedding_type == "rope":
-            positions = self.seq_length // self.cp_size if self.blockwise else self.seq_length
-            total += positions * int(c.head_dim * c.rotary_percent) * self.itemsize
+        if c.position_embedding_type == "rope" or c.multi_latent_attention:
+            own = self.blockwise or c.multi_latent_attention
+            width = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.head_dim
+            positions = self.seq_length // self.cp_size if own else self.seq_length
+            total += positions * int(width * c.rotary_percent) * self.itemsize
         if c.position_embedding_type == "alibi":
             total += scores * c.num_attention_heads // self.tp_size * self.itemsize
         elif c.window_size is not None or self.data_mask:
@@ -184,13 +231,14 @@ class ActivationMemory:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
-        mlp = self._mlp if self.mlp_again else 0  # there again for a while
+        mlp = self._mlp + (2 - self._norms) * self.residual if self.mlp_again else 0  # there again for a while
+        heads = self._core - self._context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
         gathered = self.whole if self.sequence_parallel else 0
         points = {
-            "attention": self._attention_backward - self._mlp - self.residual,  # both are gone by then
+            "attention": self._attention_backward + heads - self._mlp - self.residual,  # both are gone by then
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
             "activation": (3 if c.gated else 1) * self.inner,
@@ -222,30 +270,35 @@ class ActivationMemory:
             return extra
         return max(extra, 4 * min(loss_chunk_elements(self.device_type), self.logits // self.itemsize))
 
-    def kept(self, num_layers: int) -> int:
-        """What the layers of a chunk keep from the forward to the backward pass of a micro batch."""
-        inputs, stored = self._recomputed(num_layers)
-        return inputs * self.residual + stored * self.layer
+    def kept(self, kinds: Sequence[int]) -> int:
+        """What the layers of a chunk, of these kinds, keep from the forward to the backward pass of a micro batch."""
+        inputs, stored = self._recomputed(len(kinds))
+        return inputs * self.residual + self._layers(kinds[len(kinds) - stored :])
 
     def recomputed_layers(self, num_layers: int) -> int:
-        """Layers of a chunk whose whole forward pass runs twice."""
+        """Layers of a chunk, the first ones, whose whole forward pass runs twice."""
         _, stored = self._recomputed(num_layers)
         return num_layers - stored
 
-    def backward(self, num_layers: int, post_process: bool) -> int:
+    def backward(self, kinds: Sequence[int], post_process: bool) -> int:
         """The most that the backward pass of a chunk holds beyond what it has kept."""
-        c = self.config
+        c, num_layers = self.config, len(kinds)
         inputs, stored = self._recomputed(num_layers)
         head = self.head if post_process else 0
         points = [self.head_backward] if post_process else []
-        if stored:
-            points.append(self.layer_backward - head)
+        points += [self.of(kind).layer_backward - head for kind in set(kinds[num_layers - stored :])]
         if inputs:
             assert c.recompute_num_layers is not None
-            group = min(c.recompute_num_layers, num_layers) if c.recompute_method == "uniform" else 1
-            again = group * self.layer - self.residual  # the group's input is there
-            points.append(again + self.layer_backward - stored * self.layer - head)
+            size = min(c.recompute_num_layers, num_layers) if c.recompute_method == "uniform" else 1
+            for start in range(0, num_layers - stored, size):
+                group = kinds[start : start + size]
+                again = self._layers(group) - self.residual  # the group's input is there
+                kept = self._layers(kinds[num_layers - stored :])
+                points.append(again + max(self.of(kind).layer_backward for kind in group) - kept - head)
         return max(points)
+
+    def _layers(self, kinds: Sequence[int]) -> int:
+        return sum(kinds.count(kind) * self.of(kind).layer for kind in set(kinds))
 
     def _recomputed(self, num_layers: int) -> tuple[int, int]:
         """(groups of layers of which only the input is kept, layers that keep everything)."""

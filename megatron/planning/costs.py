@@ -26,10 +26,15 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
     mask (and the window) leaves, logits. Neither recomputed activations nor element-wise work count
     (Chowdhery et al. 2022, "PaLM", appendix B; the convention of Megatron-LM's TFLOP/s).
     """
-    attention_width = config.num_attention_heads * config.head_dim
-    qkv = config.hidden_size * (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
-    scores_and_values = 2 * attention_width * attended_keys(config, seq_length)
-    projection = attention_width * config.hidden_size
+    heads = config.num_attention_heads
+    qkv = config.hidden_size * (heads + 2 * config.query_groups) * config.head_dim
+    if config.multi_latent_attention:
+        query, latent = config.q_lora_rank, config.kv_lora_rank
+        qkv = config.hidden_size * (latent + config.qk_pos_emb_head_dim)
+        qkv += latent * heads * (config.qk_head_dim + config.v_head_dim)
+        qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (query or 0)
+    scores_and_values = heads * (config.qk_width + config.v_width) * attended_keys(config, seq_length)
+    projection = heads * config.v_width * config.hidden_size
     per_width = (3 if config.gated else 2) * config.hidden_size
     mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
     if config.has_experts:  # those that a token goes to
@@ -105,16 +110,31 @@ def _tensor_parallel(
     size = run.parallel.tp_size
     if size == 1:
         return Traffic(1)
-    layers = sum(chunk.num_layers for chunk in chunks)
-    again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
     ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
-    loss = sum(chunk.post_process for chunk in chunks)
+    # In units of `[s/cp, b, h]`; what enters latent attention is narrower.
     whole = activations.whole * microbatches
-    sums = 4 * layers + 2 * again + layers * activations.mlp_again + ends
+    entering = (_latent_width(run.model) or run.model.hidden_size) / run.model.hidden_size
+    sums = float(ends)
+    gathers = float(ends + sum(chunk.post_process for chunk in chunks))  # the loss's among them
+    for chunk in chunks:
+        again = activations.recomputed_layers(chunk.num_layers)
+        for number, kind in enumerate(chunk.kinds):
+            mlp = not kind or run.model.has_shared_experts  # experts themselves are not split over TP as others are
+            twice, mlp_again = number < again, mlp and activations.of(kind).mlp_again
+            heads_again = entering if run.model.recomputes("mla_up_proj") else 0.0
+            sums += (1 + twice) * (1 + mlp) + entering + mlp + mlp_again
+            gathers += (2 + twice) * (entering + mlp) + 1 + mlp + mlp_again + heads_again
     if not run.parallel.sequence_parallel:
-        return Traffic(size, all_reduce=sums * whole)
-    gathers = sums + 2 * layers + loss
-    return Traffic(size, all_gather=gathers * whole, reduce_scatter=sums * whole)
+        return Traffic(size, all_reduce=round(sums * whole))
+    return Traffic(size, all_gather=round(gathers * whole), reduce_scatter=round(sums * whole))
+
+
+def _latent_width(config: TransformerConfig) -> int:
+    """Width of what latent attention's heads come from; 0 for other attention."""
+    if not config.multi_latent_attention:
+        return 0
+    query = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
+    return query + config.kv_lora_rank + config.qk_pos_emb_head_dim
 
 
 def _context_parallel(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -65,10 +66,15 @@ class EmptyChunk:
     """A pipeline chunk of a rank, without memory."""
 
     module: MegatronModule
-    num_layers: int
+    kinds: tuple[int, ...]
+    """Of its layers: 1 with experts, 0 dense."""
     pre_process: bool
     post_process: bool
     buffers: tuple[EmptyBuffer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
 
     @property
     def numel(self) -> int:
@@ -93,7 +99,8 @@ def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
             for axis, expert in ((ps.dp_cp, False), (ps.edp, True))
             if expert in apart
         ]
-        yield EmptyChunk(module, len(place.layers), place.pre_process, place.post_process, tuple(buffers))
+        kinds = tuple(run.model.moe_layer_pattern[number] for number in place.layers)
+        yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
 
 
 def _empty_buffer(run: RunShape, specs: list[ParamSpec], replicas: Axis, expert: bool) -> EmptyBuffer:
@@ -102,20 +109,21 @@ def _empty_buffer(run: RunShape, specs: list[ParamSpec], replicas: Axis, expert:
     return EmptyBuffer(plan_buffer(specs, bucket_size, shards), replicas, expert)
 
 
-def stored_sizes(
-    chunks: list[EmptyChunk], whole: bool = True, experts: bool | None = None
-) -> Counter[tuple[str, ParamGroup]]:
-    """Elements of every stored tensor by key and group, each once: of the whole model or of these chunks' boxes.
+class StoredTensor(NamedTuple):
+    """A tensor in a checkpoint: its key, the optimizer group that it belongs to, whether it holds experts."""
 
-    `experts`: of experts alone, or of all but them.
-    """
-    sizes: Counter[tuple[str, ParamGroup]] = Counter()
+    key: str
+    group: ParamGroup
+    expert: bool
+
+
+def stored_sizes(chunks: Iterable[EmptyChunk], whole: bool = True) -> Counter[StoredTensor]:
+    """Elements of every stored tensor, each once: of the whole model, or of these chunks' boxes."""
+    sizes: Counter[StoredTensor] = Counter()
     for chunk in chunks:
         for key, entry in chunk.module.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
             spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
-            if experts is not None and spec.info.expert is not experts:
-                continue
             boxes = sum(box.tensor.numel() for box in entry.boxes)
-            sizes[key, spec.group] = spec.numel if whole else boxes
+            sizes[StoredTensor(key, spec.group, spec.info.expert)] = spec.numel if whole else boxes
     return sizes

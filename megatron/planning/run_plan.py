@@ -7,7 +7,8 @@ pipeline schedule runs.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.planning.activation_memory import ActivationMemory
 from megatron.planning.costs import TrafficPlan, plan_traffic
-from megatron.planning.empty_model import EmptyChunk, RunShape, empty_chunks, stored_sizes
+from megatron.planning.empty_model import EmptyChunk, RunShape, StoredTensor, empty_chunks, stored_sizes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class StagePlan:
     memory: MemoryPlan
     traffic: TrafficPlan
     checkpoint_bytes: int
-    """What this rank writes when all ranks share in writing, about: items are dealt out whole."""
+    """Roughly what this rank writes when all ranks share the writing; items are not cut for that."""
 
 
 @dataclass(frozen=True)
@@ -110,26 +111,21 @@ def plan_run(run: RunShape, world_size: int) -> RunPlan:
     pp_size, vpp_size, num_microbatches = run.parallel.pp_size, run.parallel.vpp_size, run.num_microbatches
     ranks = [run.parallel.rank_at(Place(pp=stage), world_size) for stage in range(pp_size)]
     states = [ParallelState.for_rank(run.parallel, world_size, rank) for rank in ranks]
-    built = [(ps, list(empty_chunks(run, ps))) for ps in states]
-    stages = tuple(_plan_stage(run, ps, chunks) for ps, chunks in built)
-    sizes = stored_sizes([chunk for _, chunks in built for chunk in chunks])
+    chunks = [list(empty_chunks(run, ps)) for ps in states]
+    sizes = stored_sizes(itertools.chain.from_iterable(chunks))
     num_parameters = sum(sizes.values())
+    idle = 0
+    if run.model.has_experts:
+        of_experts = sum(numel for tensor, numel in sizes.items() if tensor.expert)
+        idle = of_experts * (run.model.experts - run.model.moe_router_topk) // run.model.experts
     return RunPlan(
-        stages,
-        num_parameters,
-        _num_active(
-            run, num_parameters, sum(stored_sizes([c for _, own in built for c in own], experts=True).values())
-        ),
-        _stored_bytes(run, sizes),
-        num_microbatches,
-        (pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
+        stages=tuple(_plan_stage(run, ps, own) for ps, own in zip(states, chunks, strict=True)),
+        num_parameters=num_parameters,
+        num_active=num_parameters - idle,
+        checkpoint_bytes=_stored_bytes(run, sizes),
+        num_microbatches=num_microbatches,
+        bubble=(pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
     )
-
-
-def _num_active(run: RunShape, total: int, of_experts: int) -> int:
-    if not run.model.has_experts:
-        return total
-    return total - of_experts * (run.model.experts - run.model.moe_router_topk) // run.model.experts
 
 
 def activation_memory(run: RunShape) -> ActivationMemory:
@@ -173,9 +169,10 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
         loss=peak.loss,
         temporary=peak.temporary,
     )
+    boxes = stored_sizes(chunks, whole=False)
     stored = sum(
-        _stored_bytes(run, stored_sizes(chunks, whole=False, experts=experts)) // axis.size
-        for experts, axis in ((False, ps.dp_cp), (True, ps.edp))
+        _stored_bytes(run, {tensor: numel for tensor, numel in boxes.items() if tensor.expert is expert}) // axis.size
+        for expert, axis in ((False, ps.dp_cp), (True, ps.edp))
     )
     num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
     num_layers = sum(chunk.num_layers for chunk in chunks)
@@ -205,8 +202,8 @@ class _Moment(NamedTuple):
 def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
-    layers = [activations.kept(chunk.num_layers) for chunk in chunks]
-    backward = [activations.backward(chunk.num_layers, chunk.post_process) for chunk in chunks]
+    layers = [activations.kept(chunk.kinds) for chunk in chunks]
+    backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
     messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
     in_flight, peak = [0] * len(chunks), _Moment()
     group_size = run.parallel.microbatch_group_size_per_vp_stage
@@ -233,8 +230,10 @@ def _optimizer_bytes(run: RunShape, group: ParamGroup, main_parameters: bool) ->
     return 4 * (len(state_names(run.optimizer, group)) + main_parameters)
 
 
-def _stored_bytes(run: RunShape, sizes: Counter[tuple[str, ParamGroup]]) -> int:
+def _stored_bytes(run: RunShape, sizes: Mapping[StoredTensor, int]) -> int:
     """Of weights and optimizer in a checkpoint, which holds main parameters in any case."""
-    weight = run.model.params_dtype.itemsize
-    optimizer = {group: _optimizer_bytes(run, group, main_parameters=True) for _, group in sizes}
-    return sum(n * (weight + (optimizer[group] if run.saves_optimizer else 0)) for (_, group), n in sizes.items())
+    total = 0
+    for tensor, numel in sizes.items():
+        optimizer = _optimizer_bytes(run, tensor.group, main_parameters=True) if run.saves_optimizer else 0
+        total += numel * (run.model.params_dtype.itemsize + optimizer)
+    return total

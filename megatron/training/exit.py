@@ -1,8 +1,8 @@
 """When a run saves and when it ends: flags, signals and clocks, a failed save, a loss that is no longer finite.
 
-A signal may reach one rank only, clocks differ, and only some ranks may have noticed that a save failed. So the ranks
-take the maximum of their votes, and only if a flag asks for something that needs it. The votes of an iteration are
-counted after the next one: nobody waits for the exchange.
+All ranks must save and exit at the same iteration, but a signal may reach one rank only, clocks differ, and a rank
+may notice alone that a save failed. So the ranks exchange votes and act on their maximum, if a flag needs it. The votes
+of an iteration are counted after the next one, so that nobody waits for the exchange.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExitSignals:
 
     @contextmanager
     def installed(self, wanted: bool) -> Iterator[ExitSignals]:
-        """Handle the signals inside the block if `wanted`; the handlers of before return at its end."""
+        """Handle the signals inside the block if `wanted`; the previous handlers return at its end."""
         before = {number: signal.signal(number, self._remember) for number in EXIT_SIGNALS} if wanted else {}
         try:
             yield self
@@ -58,8 +58,7 @@ class Exit(NamedTuple):
     """Why a run ends early."""
 
     reason: str
-    urgent: bool = False  # the scheduler will kill the run: save, and do nothing else
-    failed: bool = False  # it ends because saving fails
+    urgent: bool = False  # the scheduler is about to kill the run: save at once
 
 
 class SaveAndExit(NamedTuple):
@@ -79,7 +78,7 @@ class _Votes(NamedTuple):
 class SaveAndExitPolicy:
     """Call `after` once per iteration on all ranks, `finish` after the last.
 
-    `clock` tells the time in seconds; `started` is its reading when the time of --exit-duration-in-mins began.
+    `clock` gives the time in seconds; --exit-duration-in-mins counts from `started`.
     """
 
     def __init__(
@@ -106,8 +105,13 @@ class SaveAndExitPolicy:
         self._exchange = _VoteExchange(device)
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
-        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later."""
+        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later.
+
+        Raises SaveFailedError on all ranks together if a save behind training has failed (--exit-on-save-failure).
+        """
         votes = self._exchange.take() if self._needs_votes else _Votes()
+        if votes.failed:
+            self._saver.stop()
         leave = self._leave(iteration, votes)
         save = bool(votes.save) or is_multiple(iteration, self._save_interval)
         if save:
@@ -117,12 +121,10 @@ class SaveAndExitPolicy:
         return SaveAndExit(save, leave)
 
     def finish(self) -> None:
-        """Take part in the last exchange."""
+        """Complete the last exchange, which other ranks may be waiting in."""
         self._exchange.take()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
-        if votes.failed:
-            return Exit("a checkpoint was not saved (--exit-on-save-failure)", failed=True)
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
@@ -133,7 +135,7 @@ class SaveAndExitPolicy:
 
     def _votes(self, seconds: float) -> _Votes:
         now = self._clock()
-        # The vote counts after the next iteration; then the last save follows.
+        # The vote takes effect after the next iteration, and then the last save must still fit in.
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
         return _Votes(
             signal=int(self._signals.received or 0),
@@ -153,6 +155,7 @@ class _VoteExchange:
 
     def start(self, votes: _Votes) -> None:
         if dist.get_backend() == "nccl":
+            # Queued behind the work of the device and copied back without waiting for it.
             on_device = torch.tensor(votes, dtype=torch.int32, device=self._device)
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
             self._votes = HostCopy.start(on_device)
@@ -161,7 +164,7 @@ class _VoteExchange:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
     def take(self) -> _Votes:
-        """Those of the last `start`; none before it."""
+        """The maxima of the last `start`; zeros before it."""
         votes, self._votes = self._votes, None
         if votes is None:
             return _Votes()
@@ -213,6 +216,7 @@ class NanCheck:
         last, self._last = self._last, None
         if last is None or not last.skipped.wait():  # the same on all ranks: the norm is over all gradients
             return
+        # The norm says that something is wrong on all ranks; only the ranks with the loss can say where it began.
         finite = bool(torch.isfinite(last.loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(places, None if finite else self._place())
@@ -225,7 +229,7 @@ class NanCheck:
                 f"iteration {last.iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
             )
 
-    def look_at(self, interval: Interval) -> None:
+    def check_interval(self, interval: Interval) -> None:
         """Check the losses of a closed interval: one may be NaN while its gradient is finite."""
         for iteration in interval.iterations:
             if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):
@@ -237,6 +241,6 @@ class NanCheck:
 
 
 _ADVICE = (
-    "Nothing was saved since. Look at the data of that iteration, lower --lr, or go on "
+    "Nothing was saved since. Look at the data of that iteration, lower --lr, or continue "
     "past such iterations with --no-check-for-nan-in-loss-and-grad"
 )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Writer, reduce_losses
+from megatron.training.reporting.logging import reduce_losses
 from megatron.training.run import Loss, Run
 
 
@@ -42,14 +43,16 @@ def forward_backward(
 
     Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
     micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
-    tokens and their number. So, too, where a rank has only a part of each sequence, whose mean says little; without
-    that flag the means of the parts are nevertheless what is minimized, as in Megatron-LM. Nothing is read back from
-    the device.
+    tokens and their number. Under context parallelism, too, it is the sum over tokens that is reported, because a rank
+    sees only a part of each sequence; what is minimized without that flag are the means of the parts, as in
+    Megatron-LM. Nothing is read back from the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
+    # Gradients accumulate locally; only the last backward pass of each chunk starts their reduction.
     for chunk in run.chunks:
         chunk.require_sync = False
+    layer_spec(run.config.model).start_step()
     if run.config.model.has_experts and not forward_only:
         start_step(run, num_microbatches)
 
@@ -112,8 +115,9 @@ def _make_forward_step(
             return output
         total, num_tokens = output
         mean = total / num_tokens.clamp(min=1)
-        told = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
-        totals.add_(torch.stack(told).detach())
+        reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
+        totals.add_(torch.stack(reported).detach())
+        # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
             return total * loss_scale
         return mean * (loss_scale / num_microbatches)
@@ -138,7 +142,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     return reduce_losses([totals], run.ps)[0]
 
 
-def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
+def report_evaluation(run: Run, name: str, loss: float) -> None:
     """One line of the log, and points under Megatron-LM's names."""
     iteration = run.state.iteration
     perplexity = math.exp(min(20.0, loss))
@@ -147,5 +151,5 @@ def report(run: Run, name: str, loss: float, writers: Sequence[Writer]) -> None:
     values = {f"lm loss {name}": loss}
     if run.config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
-    for writer in writers:
+    for writer in run.writers:
         writer.scalars(values, iteration, run.state.consumed_train_samples)

@@ -1,7 +1,7 @@
 """From a process and its environment to a rank: device, threads, process groups, seeds, `--compile`.
 
-torchrun lends all starts of a job one store. What a killed start left there (--max-restarts) would lead the next one to
-addresses where nobody listens any more. So every start agrees on a prefix of its own first.
+With --max-restarts, torchrun gives all starts of a job the same store. The addresses that a killed start left there
+would mislead the next one, so every start first agrees on a prefix of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.training.config.options import DistributedConfig
 
-_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has spoken and left
+_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has failed
 
 
 def environment_rank() -> int:
@@ -72,7 +72,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
     """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU.
 
     A launcher may show every process its own device alone (`srun --gpus-per-task=1`): one device is everybody's first.
-    Should it be the same one after all, NCCL says so ("Duplicate GPU detected") when the processes meet.
+    If two processes do get the same device, NCCL reports it ("Duplicate GPU detected").
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -93,7 +93,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
 def num_threads(config: DistributedConfig) -> int:
     """CPU threads of this process.
 
-    torchrun sets OMP_NUM_THREADS=1 when it is unset and cannot be told from a user who does; give --num-threads then.
+    torchrun sets OMP_NUM_THREADS=1 when it is unset, which looks like a user's own 1: give --num-threads then.
     """
     if config.num_threads is not None:
         return config.num_threads
@@ -119,10 +119,10 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 @contextmanager
 def errors_explained_once(status: int = 1) -> Iterator[None]:
-    """A ValueError ends the process with a message and without a traceback; one that all ranks have is told by rank 0.
+    """End the process on a ValueError with a message and without a traceback; if all ranks have it, rank 0 reports it.
 
-    The others wait before they report: a launcher that sees rank 0 fail ends them meanwhile. If it does not, the error
-    is theirs alone. torchrun shows the first error of all ranks as the root cause.
+    The others wait before they report: if rank 0 fails, too, the launcher ends them meanwhile; if it does not, the
+    error is theirs alone. torchrun shows the first error of all ranks as the root cause.
     """
     try:
         yield
@@ -153,12 +153,12 @@ def _tell_launcher(message: str, when: float) -> None:
 
 
 class LostRankError(RuntimeError):
-    """This rank waited for another one in vain."""
+    """Another rank died or did not come in time."""
 
 
 @contextmanager
 def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
-    """Turn the failure of a collective into a message that says what it means."""
+    """Turn the failure of a collective into a message that names the likely cause."""
     try:
         yield
     except RuntimeError as error:
@@ -177,12 +177,12 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     device_id = device if backend == "nccl" else None
-    lent = lent_store(timeout)
-    if lent is None:
+    shared = launcher_store(timeout)
+    if shared is None:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
     rank, world_size = environment_rank(), environment_world_size()
-    store = store_of_this_start(lent, rank, world_size)
+    store = store_of_this_start(shared, rank, world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
@@ -219,11 +219,11 @@ def keep_freed_memory() -> bool:
     return all(mallopt(option, value) == 1 for option, value in options)
 
 
-_PAUSE = 0.02  # seconds between two looks at who has come
+_PAUSE = 0.02  # seconds between two checks of who has joined
 
 
-def lent_store(timeout: timedelta) -> dist.TCPStore | None:
-    """The launcher's store, if it lends one to its workers."""
+def launcher_store(timeout: timedelta) -> dist.TCPStore | None:
+    """The launcher's store, if it has one for its workers."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
@@ -232,25 +232,25 @@ def lent_store(timeout: timedelta) -> dist.TCPStore | None:
 def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
     """A part of `shared` that no earlier start knows. All ranks of this start call it; none of an earlier one lives.
 
-    The ranks cannot count starts alike (each node counts its own). So each says hello under a word that it made up, and
-    rank 0 answers to that word with the prefix: an answer cannot be meant for another start. Rank 0 may find the hellos
-    of an earlier start; it goes on answering until all ranks of this one have come.
+    Starts cannot be numbered: each node counts its own. So every rank sends a request with a token that it has made up,
+    and rank 0 replies to that token with the prefix: a reply can belong to no other start. Rank 0 may also find
+    requests of an earlier start, so it replies until all ranks of this one have joined.
     """
     if rank > 0:
-        word = uuid.uuid4().hex
-        shared.set(f"hello/{rank}", word)
-        store = dist.PrefixStore(shared.get(f"answer/{word}").decode(), shared)
-        store.add("here", 1)
+        token = uuid.uuid4().hex
+        shared.set(f"request/{rank}", token)
+        store = dist.PrefixStore(shared.get(f"reply/{token}").decode(), shared)
+        store.add("joined", 1)
         return store
     prefix = uuid.uuid4().hex
     store = dist.PrefixStore(prefix, shared)
-    answered = set()
-    hellos = [f"hello/{other}" for other in range(1, world_size)]
-    while hellos and store.add("here", 0) < len(hellos):
-        for hello in shared.multi_get(hellos):
-            if hello not in answered:
-                shared.set(f"answer/{hello.decode()}", prefix)
-                answered.add(hello)
+    replied = set()
+    requests = [f"request/{other}" for other in range(1, world_size)]
+    while requests and store.add("joined", 0) < len(requests):
+        for request in shared.multi_get(requests):
+            if request not in replied:
+                shared.set(f"reply/{request.decode()}", prefix)
+                replied.add(request)
         time.sleep(_PAUSE)
     return store
 
@@ -258,14 +258,14 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
 def compile_layers(chunk: MegatronModule) -> None:
     """Compile what lies between the linear layers: norms, rotation, attention, activation, residual sums.
 
-    One compilation serves all layers of one shape. The linear layers are left as they are: their matrix products are
+    One compilation serves all layers of one shape. The products of the linear layers are left as they are: they are
     library calls in any case, and they add to gradient buffers and overlap with collectives. Modules, hooks and keys
-    stay the same, only `forward` is replaced.
+    stay the same.
     """
     for layer in outermost_layers(chunk):
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                module.project = torch.compiler.disable(module.project)  # type: ignore[method-assign]
         # dropout draws the numbers that it draws without compilation
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
 

@@ -22,6 +22,7 @@ from megatron.training.config.run_config import Config
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.reporting.logging import Writer
 from megatron.training.reporting.profiling import Timers
 
 
@@ -84,11 +85,16 @@ class Run:
     saver: CheckpointSaver
     clock: Callable[[], float] = time.monotonic  # that of --save-interval-secs and --exit-duration-in-mins
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
-    loaded: str | None = None  # the checkpoint that it goes on from
-    exit_reason: str | None = None  # why it ended before it was complete
+    loaded: str | None = None  # the checkpoint that it continues from
+    exit_reason: str | None = None  # why it ended early
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
     state: TrainState = field(default_factory=TrainState)
+    writers: list[Writer] = field(default_factory=list)  # where measurements go besides the log; empty but on rank 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state.iteration >= self.train_iters
 
     @property
     def train_iters(self) -> int:

@@ -1,4 +1,7 @@
-"""Pretraining: initialize, build, load, train, save."""
+"""Pretraining: initialize, build, load, train, save.
+
+`pretrain` is the life of a run, `train` its loop, `train_step` one iteration; the rest reports, evaluates and saves.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron.conversion.open_checkpoint import iteration_of
+from megatron.conversion.find_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
@@ -20,8 +23,6 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
-    common_state,
-    model_state,
     save_checkpoint,
     save_hf,
     take_save_directory,
@@ -33,7 +34,7 @@ from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy, is_multiple
-from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report
+from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report_evaluation
 from megatron.training.launch import (
     check_compiler,
     compile_layers,
@@ -43,7 +44,7 @@ from megatron.training.launch import (
     seed_everything,
 )
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import PendingIteration, TrainingLog, Writer, as_fields, log_line
+from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm
 from megatron.training.reporting.profiling import StepProfiler, Timers
 from megatron.training.reporting.summary import reporting
@@ -62,38 +63,43 @@ def pretrain(
 ) -> Run:
     """The whole life of a run; `writers` get its measurements besides those that the flags ask for.
 
-    `clock` is the time, in seconds, that --save-interval-secs and --exit-duration-in-mins go by.
+    `clock` gives the time, in seconds, for --save-interval-secs and --exit-duration-in-mins.
 
     Raises ValueError for what the user can correct, the same on every rank that can see it.
     """
+    # Initialize. What can fail on one rank alone fails before the ranks meet: otherwise the others would wait for it.
     started = clock()
     console.configure_logging(environment_rank(), config.logging.log_format)
-    tokenizer = build_tokenizer(config.tokenizer)  # what can fail alone fails before the ranks meet
+    tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
     generation = take_save_directory(config)
+
+    # Find the checkpoint before the model is built: it may have a say in the vocabulary.
     start = find_start(config.checkpoint)
     if adopt_end_of_document(config, start):
         tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
     for note in config.notes:
         logger.info(note)
+
+    # Build and load.
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started, run.clock = started, clock
     run.saver.own(generation)
     check_hf_target(run)
     load_checkpoint(run, start)
-    convert_format, convert_save = config.checkpoint.ckpt_convert_format, config.checkpoint.ckpt_convert_save
-    if convert_format is not None and convert_save is not None:
-        save_checkpoint(run, os.path.join(convert_save, convert_format), convert_format)  # as Megatron-LM places it
-        run.saver.close()
+    if config.checkpoint.ckpt_convert_format is not None:
+        save_converted(run)
         return run
     data = build_data(run, tokenizer, datasets_provider)
-    with reporting(run, model_provider, writers) as writers:
+
+    # Train, evaluate, save.
+    with reporting(run, model_provider, writers):
         if not config.training.skip_train:
-            train(run, data, writers)
-        _evaluate_at_the_end(run, data, writers)
-        if config.checkpoint.save_hf is not None and run.state.iteration >= run.train_iters:
-            save_hf(run, model_state(run), common_state(run))
+            train(run, data)
+        if run.is_complete:
+            evaluate_at_the_end(run, data)
+            save_hf(run)
     data.close()
     run.saver.check_last_save()
     return run
@@ -109,6 +115,7 @@ def build_run(
     """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
+    # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     chunks = build_chunks(config, ps, rng, model_provider)
@@ -145,82 +152,102 @@ def build_chunks(
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
+        # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
     return chunks
 
 
-def train(run: Run, data: Data, writers: Sequence[Writer]) -> None:
-    """Iterate until the run is complete or a reason to end it early comes up; log, evaluate and save on the way."""
-    training = run.config.training
-    log = TrainingLog(run.ps, run.device, run.flops_per_token, run.config.data.seq_length, run.config.model)
-    check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
+def train(run: Run, data: Data) -> None:
+    """Iterate until the run is complete or there is a reason to end it early; log, evaluate and save on the way."""
+    config, training = run.config, run.config.training
+    log = TrainingLog(run.ps, run.device, run.flops_per_token, config.data.seq_length, config.model)
+    nan_check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
-    if training.manual_gc:
-        gc.disable()
     with (
         ExitSignals().installed(training.exit_signal_handler) as signals,
-        lost_ranks_explained(run.ps, run.config.distributed.distributed_timeout_minutes),
-        _saver_closed(run),
-        StepProfiler(run.config.profiling, run.config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
+        lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
+        _saver_closed(run.saver),
+        _garbage_collection(training.manual_gc),
+        StepProfiler(config.profiling, config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
     ):
-        decisions = SaveAndExitPolicy(
-            signals, training, run.config.checkpoint, run.saver, run.device, run.started, run.clock
-        )
-        while leave is None and run.state.iteration < run.train_iters:
+        policy = SaveAndExitPolicy(signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock)
+        while leave is None and not run.is_complete:
+            # One optimizer step. The host does not wait for the device: it reads no number of this iteration.
             began = run.clock()
             profiler.before(run.state.iteration + 1)
-            iterate(run, data.train.batches, log, check)
+            iterate(run, data.train.batches, log, nan_check)
             iteration = run.state.iteration
-            save, leave = decisions.after(iteration, run.clock() - began)
-            if leave is not None and leave.failed:
-                run.saver.stop()
-            over = leave is not None or iteration >= run.train_iters
-            if over or iteration == first or iteration % run.config.logging.log_interval == 0:
-                _report_interval(run, log, check, writers)
-            if is_multiple(iteration, run.config.profiling.log_memory_interval):
+            save, leave = policy.after(iteration, run.clock() - began)
+            is_last = leave is not None or run.is_complete
+
+            # Report first: the line must not be lost with an evaluation or a save that fails.
+            if is_last or iteration == first or is_multiple(iteration, config.logging.log_interval):
+                report_interval(run, log, nan_check)
+            if is_multiple(iteration, config.profiling.log_memory_interval):
                 logger.info(memory_line(iteration, run.device))
+
+            # Evaluate before saving, so that the checkpoint has its validation loss.
             if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
-                    _evaluate(run, data.valid, "validation", writers)
-            if over or save:
-                _save(run, log, check)
+                    evaluate_split(run, data.valid, "validation")
+            if save or is_last:
+                save_if_finite(run, log, nan_check)
             run.saver.after_iteration()
-            _report_saves(run, writers)
+            report_saves(run)
             if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
                 gc.collect()  # at the same iterations on all ranks, so that none waits for another's
-        check.finish()
-        decisions.finish()
+
+        # What still runs behind training: the last check, the last exchange between ranks, the last save.
+        nan_check.finish()
+        policy.finish()
         run.saver.close()
-        _report_saves(run, writers)
-    gc.enable()
+        report_saves(run)
     if leave is not None:
         run.exit_reason = leave.reason
         logger.info(f"exiting after iteration {run.state.iteration}: {leave.reason}")
 
 
 @contextmanager
-def _saver_closed(run: Run) -> Iterator[None]:
-    """A run that stops on all ranks together still completes the save under way, and cleans up after a failed one."""
+def _saver_closed(saver: CheckpointSaver) -> Iterator[None]:
+    """A run that stops on all ranks together completes the save under way, and cleans up after a failed one."""
     try:
         yield
     except (NotFiniteError, SaveFailedError):
-        run.saver.close()
+        saver.close()
         raise
 
 
-def _save(run: Run, log: TrainingLog, check: NanCheck) -> None:
-    """Save, if the last update was finite. Only a save that training waits for anyway waits for the device, too."""
+@contextmanager
+def _garbage_collection(manual: bool) -> Iterator[None]:
+    """With `manual`, Python collects only where the loop says (--manual-gc)."""
+    if manual:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
+    """Save, unless the last loss was not finite. Only a save that training waits for anyway waits for the device."""
     config, since = run.config.checkpoint, time.perf_counter()
-    if config.save is None:
-        return check.finish()
     with nullcontext() if config.async_save else log.paused():
-        check.finish()
-        save_checkpoint(run, config.save, config.ckpt_format, since)
+        nan_check.finish()
+        if config.save is not None:
+            save_checkpoint(run, config.save, config.ckpt_format, since)
 
 
-def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: NanCheck) -> None:
+def save_converted(run: Run) -> None:
+    """--ckpt-convert-format: what was loaded, in another format, where Megatron-LM places it."""
+    config = run.config.checkpoint
+    assert config.ckpt_convert_format is not None and config.ckpt_convert_save is not None
+    save_checkpoint(run, os.path.join(config.ckpt_convert_save, config.ckpt_convert_format), config.ckpt_convert_format)
+    run.saver.close()
+
+
+def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, nan_check: NanCheck) -> None:
     """One optimizer step, and everything that counts it."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
@@ -229,19 +256,16 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, check: 
     state.iteration += 1
     state.consumed_train_samples += batch_size
     state.num_floating_point_operations_so_far += run.flops_per_token * run.config.data.seq_length * batch_size
-    check.submit(state.iteration, loss, step)
+    nan_check.submit(state.iteration, loss, step)
     log.record(
-        PendingIteration(
+        Iteration(
             iteration=state.iteration,
             consumed_train_samples=state.consumed_train_samples,
             batch_size=batch_size,
             learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
             loss_scale=loss_scale,
-            loss=loss,
-            step=step,
-            experts=experts,
-            params_norm=params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
-        )
+        ),
+        OnDevice(loss, step, params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None, experts),
     )
 
 
@@ -258,19 +282,23 @@ def train_step(
     with run.timers("forward-backward"):
         loss = forward_backward(run, batches, num_microbatches)
     with run.timers("finalize-model-grads"):
+        # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with the backward pass.
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
+        # The only place where a save behind training holds it up: nothing else changes the tensors that are copied.
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
+    # An overflow under a dynamic loss scale is retried with other data, not with another learning rate.
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step, experts
 
 
-def _report_interval(run: Run, log: TrainingLog, check: NanCheck, writers: Sequence[Writer]) -> None:
-    interval = log.close_interval()
+def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
+    """The line of the log and the points of all iterations since the last one. Collective."""
+    interval, config = log.close_interval(), run.config.logging
     fields = as_fields(interval) | {
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
@@ -279,35 +307,36 @@ def _report_interval(run: Run, log: TrainingLog, check: NanCheck, writers: Seque
     times = run.timers.take()
     if times:
         console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
-    for writer in writers:
+    for writer in run.writers:
         writer.interval(interval)
-        if run.config.logging.log_memory_to_tensorboard:
+        if config.log_memory_to_tensorboard:
             writer.scalars(memory(run.device), interval.last.iteration)
-        if run.config.logging.log_timers_to_tensorboard:
+        if config.log_timers_to_tensorboard:
             slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
             writer.scalars(slowest, interval.last.iteration)
-    check.look_at(interval)
+    nan_check.check_interval(interval)
 
 
-def _report_saves(run: Run, writers: Sequence[Writer]) -> None:
+def report_saves(run: Run) -> None:
+    """Points of the saves that were committed since the last call."""
     for committed in run.saver.take_committed():
-        for writer in writers:
+        for writer in run.writers:
             writer.scalars(scalars(committed), iteration_of(committed.directory))
 
 
-def _evaluate(run: Run, split: Split, name: str, writers: Sequence[Writer]) -> None:
+def evaluate_split(run: Run, split: Split, name: str) -> None:
+    """The loss of one split, where there is data for it and --eval-iters asks for it."""
     if run.config.training.eval_iters and split.exists:
         loss = evaluate(run, split.batches)
-        report(run, name, loss, writers)
+        report_evaluation(run, name, loss)
         if name == "validation":
             run.validated = (run.state.iteration, loss)
         run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
 
 
-def _evaluate_at_the_end(run: Run, data: Data, writers: Sequence[Writer]) -> None:
-    """When the run is complete: the validation loss of the last iteration, and the test loss."""
-    training, iteration = run.config.training, run.state.iteration
-    if iteration >= run.train_iters:
-        if training.skip_train or not is_multiple(iteration, training.eval_interval):
-            _evaluate(run, data.valid, "validation", writers)
-        _evaluate(run, data.test, "test", writers)
+def evaluate_at_the_end(run: Run, data: Data) -> None:
+    """The validation loss of the last iteration, unless training has just measured it, and the test loss."""
+    training = run.config.training
+    if training.skip_train or not is_multiple(run.state.iteration, training.eval_interval):
+        evaluate_split(run, data.valid, "validation")
+    evaluate_split(run, data.test, "test")

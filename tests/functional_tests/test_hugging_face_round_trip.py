@@ -1,22 +1,19 @@
 """From training to transformers and back: the same next tokens, and a fine-tune that starts at the same loss."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import Options, convert
+from megatron.conversion.convert import convert
+from megatron.conversion.files import Options
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
-from tests import ROOT
 from tests.training_harness import COMMON, LAYOUTS, MODELS, train
 
 PROMPTS = ((3, 1, 4), (15, 9), (26,), (53, 5, 8, 9), (7, 9, 3, 2, 3))
@@ -26,24 +23,12 @@ RUN = "--mock-data --seq-length 32 --max-position-embeddings 32 --init-method-st
 SAVED_BY = {"llama": "tp2_pp2", "gpt2": "dp2_distributed_optimizer"}
 
 
-def torchrun(world_size, flags):
-    """As a user starts training."""
-    command = f"-m torch.distributed.run --standalone --nproc-per-node {world_size} pretrain_gpt.py {COMMON} {flags}"
-    subprocess.run(
-        [sys.executable, *shlex.split(command)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=240,
-    )
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def trained(request, tmp_path_factory):
+def trained(request, pool, tmp_path_factory):
     """Name of the model, the run's directory and the model's."""
     root = tmp_path_factory.mktemp(request.param)
     world_size, layout = LAYOUTS[SAVED_BY[request.param]]
-    torchrun(world_size, f"{RUN} {MODELS[request.param]} {layout} --save {root / 'run'}")
+    pool.run(train, world_size, f"{RUN} {MODELS[request.param]} {layout} --save {root / 'run'}")
     convert(root / "run", root / "hf", "hf")
     return request.param, root / "run", root / "hf"
 

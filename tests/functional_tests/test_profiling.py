@@ -71,7 +71,7 @@ def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
 def test_memory_lines(pool):
     text, other = pool.run(printed, 2, "--log-memory-interval 2")
     lines = re.findall(
-        r"memory after iteration (\d), the most over ranks: max resident ([\d.]+) GB \(rank [01]\), "
+        r"memory after iteration (\d), maximum over ranks: max resident ([\d.]+) GB \(rank [01]\), "
         r"resident ([\d.]+) GB",
         text,
     )

@@ -4,8 +4,7 @@ import shlex
 
 import pytest
 
-from megatron.conversion.convert import compare
-from megatron.conversion.open_checkpoint import open_checkpoint
+from megatron.conversion.convert import compare, open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT

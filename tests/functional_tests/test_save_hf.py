@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import convert
-from tests.training_harness import COMMON, LAYOUTS, LLAMA, train
+from tests.training_harness import LAYOUTS, LLAMA, train
 
 RUN = f"--mock-data {LLAMA} --train-iters 8 --bf16 "
 
@@ -42,15 +42,16 @@ def test_it_is_the_conversion_of_the_last_checkpoint(pool, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_full_disk(launcher, disk):
+def test_a_full_disk(pool, disk):
     """Full before the shards, and between them and the model: every rank says why, and nothing is left."""
-    flags = f"{COMMON} {RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"  # 0.5 MB of weights
+    flags = f"{RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"  # 0.5 MB of weights
     for size in ("256k", "800k"):
         disk.mount(f"size={size}")
-        job = launcher.start(2, f"{flags} --save-hf {disk.path / 'hf'}")
-        assert job.wait() == [1, 1]
-        assert f"--save-hf: {disk.path / 'hf'}: not saved: " in job.output()
-        assert "No space left" in job.output() and list(disk.path.iterdir()) == []
+        with pytest.raises(ValueError, match="No space left") as failed:
+            pool.run(train, 2, f"{flags} --save-hf {disk.path / 'hf'}")
+        said = str(failed.value.__cause__)  # by both ranks
+        assert said.count(f"ValueError: --save-hf: {disk.path / 'hf'}: not saved: ") == 2, said
+        assert list(disk.path.iterdir()) == []
         disk.unmount()
 
 

@@ -89,7 +89,8 @@ def train_from(rank, world_size, flags, weights):
             box.tensor.copy_(weights[key][place])
     run.optimizer.reload_model_params(state)
     measured = Measurements()
-    train(run, build_data(run, tokenizer, datasets_provider), [measured])
+    run.writers = [measured]
+    train(run, build_data(run, tokenizer, datasets_provider))
     batches = build_data(build_run(config, ps, device, model_provider, forward_step), tokenizer, datasets_provider)
     return measured, [next(batches.train.batches) for _ in range(4 * STEPS)] if world_size == 1 else []
 

@@ -13,8 +13,9 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
     loss_chunk_elements,
 )
-from megatron.core.transformer import attention as attention_module
-from megatron.core.transformer.attention import SelfAttention, takes_groups
+from megatron.core.transformer import core_attention as attention_module
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -89,6 +89,15 @@ def logged_losses(directory: Path) -> dict[int, float]:
     return {line["iteration"]: line["lm_loss"] for line in lines if line["kind"] == "interval"}
 
 
+def check_transformer_engine(python: Path, work: Path) -> None:
+    """Its Python part needs no environment but ours: every release lies in a folder of its own."""
+    for release in TRANSFORMER_ENGINE:
+        folder = work / release
+        package = f"transformer_engine=={release}"
+        run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, package, quiet=True)
+        run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
+
+
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
@@ -104,6 +113,7 @@ def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
+TRANSFORMER_ENGINE = ("2.8.0", "2.13.0", "2.20.2")
 MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "llama-pp2-bf16", "gpt2", "gpt2-pp2")
 MEGATRON_LM_FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -138,6 +148,7 @@ PEERS = {
     "megatron-lm-0.19": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER), check_megatron_lm, (3, 12), "core_v0.19.0"
     ),
+    "transformer-engine": Peer((), check_transformer_engine),
 }
 
 

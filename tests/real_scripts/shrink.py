@@ -31,6 +31,7 @@ FIXED = {
     "--min-lr": "1e-4",
     "--make-vocab-size-divisible-by": "8",
     "--distributed-backend": "gloo",
+    "--transformer-impl": "local",
     "--distributed-timeout-minutes": "2",
     "--split": "90,9,1",
 }
@@ -46,7 +47,7 @@ _DROPPED = (
     "--data-args-path --per-split-data-args-path --data-cache-path --mock-data --tokenizer-type --tokenizer-model "
     "--vocab-file --merge-file --vocab-size --save --load --save-interval --save-retain-interval --tensorboard-dir "
     "--wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --log-memory-interval --profile "
-    "--profile-step-start --profile-step-end --profile-ranks --split --num-workers"
+    "--profile-step-start --profile-step-end --profile-ranks --split --num-workers --fp8-format"
 )
 DROPPED = _DROPPED.split()
 

@@ -13,39 +13,73 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from megatron.conversion.convert import WRITERS, ConversionReport, Options, convert
+from megatron.conversion.convert import WRITERS, ConversionReport, Hints, convert
 from megatron.conversion.deepspeed.files import STYLES
 from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
-from megatron.conversion.files import parse_size
-from megatron.conversion.open_checkpoint import FORMATS, Hints
+from megatron.conversion.files import Options, parse_size
+from megatron.conversion.find_checkpoint import FORMATS
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
+from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.arguments import make_parser, parse_flags
+from megatron.training.config.arguments import FlagParser, parse_flags
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-MEANT_FOR = {  # option -> the savers that it says something to
-    "target_tensor_parallel_size": ("legacy", "universal"),
-    "target_pipeline_parallel_size": ("legacy",),
-    "target_virtual_pipeline_parallel_size": ("legacy",),
-    "save_optim_sidecar": ("hf",),
-    "max_shard_size": ("hf",),
-    "true_vocab_size": ("hf", "universal"),
-    "tokenizer": ("hf",),
-    "universal_style": ("universal",),
-    "target_qkv_blocks": ("universal",),
-    "target_transformer_impl": ("legacy", "torch_dist"),
-    "stacked_layers": ("torch_dist",),
+# Flag -> the field of Options that it sets, the savers that it says something to, and how it is parsed.
+TARGET_FLAGS: dict[str, tuple[str, Collection[str], dict[str, Any]]] = {
+    "--target-tensor-parallel-size": ("tensor_parallel", ("legacy", "universal"), {"type": int}),
+    "--target-pipeline-parallel-size": ("pipeline_parallel", ("legacy",), {"type": int}),
+    "--target-virtual-pipeline-parallel-size": (
+        "virtual_pipeline_parallel",
+        ("legacy",),
+        {"type": int, "help": "model chunks per stage"},
+    ),
+    "--dtype": ("dtype", WRITERS, {"choices": [*DTYPES], "help": "of the weights; default: as the source"}),
+    "--save-optim-sidecar": (
+        "optim_sidecar",
+        ("hf",),
+        {"action": "store_true", "help": "keep the optimizer beside the model"},
+    ),
+    "--max-shard-size": ("max_shard_size", ("hf",), {"help": "largest file; default: 5GB"}),
+    "--true-vocab-size": ("vocab_size", ("hf", "universal"), {"type": int, "help": "tokens to keep"}),
+    "--tokenizer": ("tokenizer", ("hf",), {"type": Path, "help": "tokenizer to put beside the model"}),
+    "--universal-style": (
+        "universal_style",
+        ("universal",),
+        {"choices": [*STYLES], "help": "whose parameter names; default: by the model"},
+    ),
+    "--target-qkv-blocks": (
+        "qkv_blocks",
+        ("universal",),
+        {
+            "action": "store_true",
+            "help": "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size",
+        },
+    ),
+    "--target-transformer-impl": (
+        "transformer_impl",
+        ("legacy", "torch_dist"),
+        {
+            "choices": ["local", "transformer_engine"],
+            "help": "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine",
+        },
+    ),
+    "--stacked-layers": (
+        "stacked_layers",
+        ("torch_dist",),
+        {"action": "store_true", "help": "one tensor for all layers, not one per layer"},
+    ),
+    "--workers": ("workers", WRITERS, {"type": int, "default": 2, "help": "files written at once"}),
 }
 
 
@@ -54,80 +88,46 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model"
-    )
-    parser.add_argument("--save-dir", type=Path, required=True, help="where the result goes; must not exist")
-    parser.add_argument("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
-    parser.add_argument("--saver", choices=[*WRITERS], required=True, help="format of the result")
-    parser.add_argument("--ckpt-step", type=int, help="iteration to convert; default: the newest")
-    parser.add_argument("--target-tensor-parallel-size", type=int, help="for legacy; default: as the source")
-    parser.add_argument("--target-pipeline-parallel-size", type=int, help="for legacy; default: as the source")
-    parser.add_argument("--target-virtual-pipeline-parallel-size", type=int, help="for legacy: model chunks per stage")
-    parser.add_argument("--dtype", choices=[*DTYPES], help="of the weights; default: as the source")
-    parser.add_argument("--no-optim", action="store_true", help="leave the optimizer state out")
-    parser.add_argument("--save-optim-sidecar", action="store_true", help="for hf: keep the optimizer beside the model")
-    parser.add_argument("--max-shard-size", help="for hf: largest file of weights; default: 5GB")
-    parser.add_argument("--true-vocab-size", type=int, help="for hf, universal: tokens to keep")
-    parser.add_argument("--tokenizer", type=Path, help="for hf: tokenizer to put beside the model")
-    parser.add_argument(
-        "--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing"
-    )
-    parser.add_argument(
-        "--universal-qkv-layout", choices=QKV_LAYOUTS, help="of a universal source; default: what its arguments tell"
-    )
-    parser.add_argument(
-        "--universal-style", choices=[*STYLES], help="for universal: whose parameter names; default: by the model"
-    )
-    parser.add_argument(
-        "--target-qkv-blocks",
-        action="store_true",
-        help="for universal: order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size",
-    )
-    parser.add_argument(
-        "--target-transformer-impl",
-        choices=["local", "transformer_engine"],
-        help="whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine",
-    )
-    parser.add_argument(
-        "--stacked-layers", action="store_true", help="for torch_dist: one tensor for all layers, not one per layer"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="files written at once")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing --save-dir")
-    parser.add_argument("--verify", action="store_true", help="read the result back and compare it with the source")
+    add = parser.add_argument
+    add("--load-dir", type=path_of, required=True, help="a run's --save directory, an iteration, or a model")
+    add("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
+    add("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
+    add("--saver", choices=[*WRITERS], required=True, help="format of the result")
+    add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
+    add("--no-optim", action="store_true", help="leave the optimizer state out")
+    add("--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing")
+    add("--universal-qkv-layout", choices=QKV_LAYOUTS, help="of a universal source; default: what its arguments tell")
+    for flag, (_, savers, how) in TARGET_FLAGS.items():
+        meant = "" if savers is WRITERS else f"for {', '.join(savers)}: "
+        add(flag, **how | {"help": meant + how.get("help", "default: as the source")})
+    add("--overwrite", action="store_true", help="replace an existing --save-dir")
+    add("--verify", action="store_true", help="read the result back and compare it with the source")
     args, rest = parser.parse_known_args(argv)
-    given, ignored = parse_flags(make_parser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
+    given, ignored = parse_flags(FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
     return args, given
 
 
+def given_for_target(args: argparse.Namespace) -> dict[str, Any]:
+    """Flags of TARGET_FLAGS that were given."""
+    values = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in TARGET_FLAGS}
+    return {flag: value for flag, value in values.items() if value}
+
+
 def without_effect(args: argparse.Namespace) -> list[str]:
-    """Options that were given, and mean nothing to the saver."""
-    given = [name for name, savers in MEANT_FOR.items() if vars(args)[name] and args.saver not in savers]
-    return [f"--{name.replace('_', '-')} (for {', '.join(MEANT_FOR[name])})" for name in given]
+    """Flags that were given, and mean nothing to the saver."""
+    meant = {flag: TARGET_FLAGS[flag][1] for flag in given_for_target(args)}
+    return [f"{flag} (for {', '.join(savers)})" for flag, savers in meant.items() if args.saver not in savers]
 
 
 def run(
     args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
 ) -> ConversionReport:
-    options = Options(
-        args.target_tensor_parallel_size,
-        args.target_pipeline_parallel_size,
-        args.target_virtual_pipeline_parallel_size,
-        DTYPES.get(args.dtype),
-        not args.no_optim,
-        args.true_vocab_size,
-        args.tokenizer,
-        parse_size(args.max_shard_size or "5GB"),
-        args.save_optim_sidecar,
-        args.workers,
-        args.universal_style,
-        args.target_qkv_blocks,
-        args.target_transformer_impl,
-        args.stacked_layers,
-        note=note,
-    )
+    parsed: dict[str, Callable[[str], Any]] = {"--dtype": DTYPES.__getitem__, "--max-shard-size": parse_size}
+    told = given_for_target(args).items()
+    fields = {TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value for flag, value in told}
+    options = Options(**fields, optimizer=not args.no_optim, note=note)
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     with Progress(f"-> {args.saver}") as progress:
         return convert(

@@ -29,23 +29,11 @@ BLOCKS_MARK = "ds_sequence_parallel_fpdt"
 _RENAMED = {"layernorm_epsilon": "norm_epsilon", "embed_layernorm": "embedding_layernorm", "rope_theta": "rotary_base"}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # PositionEmbeddingType of BigScience's fork
-_RENAMED_SCHEDULE = {
-    "warmup_steps": "lr_warmup_steps",
-    "decay_steps": "lr_decay_steps",
-    "decay_style": "lr_decay_style",
-}
 _SCHEDULE = (
-    "max_lr",
-    "lr_warmup_steps",
-    "num_steps",
-    "lr_decay_style",
-    "lr_decay_steps",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "wd_incr_style",
-    "wd_incr_steps",
-)
+    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
+    "wd_incr_style", "wd_incr_steps",
+)  # fmt: skip
+_RENAMED_SCHEDULE = {name: f"lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style")}
 _BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
 
 
@@ -159,35 +147,22 @@ def _read_groups(
     """Megatron-LM's two groups, with and without weight decay (BigScience's fork splits the first in two)."""
     if optimizer is None and "lr" not in args:
         return None
-    groups = list(optimizer["param_groups"]) if optimizer is not None else []
-    decayed = [group for group in groups if group.get("wd_mult", 1.0) and group.get("weight_decay")]
-    undecayed = [group for group in groups if group not in decayed]
-    schedule = scheduler or {}
+    schedule, groups = scheduler or {}, list(optimizer["param_groups"]) if optimizer is not None else []
+    fixed = {"is_expert_parallel": False, "is_decoupled_lr": False, "bias_correction": True, "step": step}
     implied = {
         "lr": args.get("lr"),
         "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
         "eps": args.get("adam_eps", 1e-8),
         "weight_decay": schedule.get("end_wd", args.get("weight_decay", 0.01)),
+        "lr_mult": 1.0,
     }
+    limits = {name: schedule.get(name, args.get(ours)) for name, ours in (("max_lr", "lr"), ("min_lr", "min_lr"))}
     result = []
-    for wd_mult, known in ((1.0, decayed), (0.0, undecayed)):
-        group = implied | (dict(known[0]) if known else {})
-        result.append(
-            {
-                "is_expert_parallel": False,
-                "is_decoupled_lr": False,
-                "wd_mult": wd_mult,
-                "lr_mult": group.get("lr_mult", 1.0),
-                "max_lr": schedule.get("max_lr", args.get("lr")),
-                "min_lr": schedule.get("min_lr", args.get("min_lr")),
-                "lr": group.get("lr"),
-                "bias_correction": True,
-                "betas": tuple(group["betas"]),
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"] if wd_mult else 0.0,
-                "step": step,
-            }
-        )
+    for decays in (True, False):
+        known = [g for g in groups if bool(g.get("wd_mult", 1.0) and g.get("weight_decay")) == decays]
+        group = {name: (known[0] if known else {}).get(name, value) for name, value in implied.items()}
+        group |= {"betas": tuple(group["betas"]), "weight_decay": group["weight_decay"] if decays else 0.0}
+        result.append(fixed | limits | group | {"wd_mult": float(decays)})
     return result
 
 

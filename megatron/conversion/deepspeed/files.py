@@ -12,6 +12,7 @@ transpositions around the layers. Without a pipeline the names are those of the 
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import read_args
 from megatron.conversion.files import archive_faults
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import (
@@ -60,11 +60,11 @@ _IN_LAYER = {
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
 }
 _IN_EMBEDDING = {
-    "word_embeddings.": "word_embeddings.",
-    "position_embeddings.": "position_embeddings.",
-    "word_embeddings_layernorm.": "word_embeddings.norm.",
+    "embedding.word_embeddings.": "word_embeddings.",
+    "embedding.position_embeddings.": "position_embeddings.",
+    "embedding.word_embeddings_layernorm.": "word_embeddings.norm.",
 }
-_POSITIONS = "embedding.position_embeddings.weight"
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class Style:
     def of(self, key: str, config: TransformerConfig) -> str:
         """The universal name of model-space `key`; raises ValueError for a tensor that these programs do not have."""
         end = self.first_layer + config.num_layers + self.gap
-        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*?)(weight|bias)", key):
-            number, module, kind = match.groups()
-            if module in _IN_LAYER:
-                return self.layer.format(n=self.first_layer + int(number)) + _IN_LAYER[module] + kind
-        elif match := re.fullmatch(r"embedding\.(.*\.)(weight|bias)", key):
-            tied = not config.untie_embeddings_and_output_weights
-            return (self.tied_embedding if tied else self.untied_embedding) + _IN_EMBEDDING[match[1]] + match[2]
-        elif match := re.fullmatch(r"decoder\.final_layernorm\.(weight|bias)", key):
-            return self.final_norm.format(n=end) + match[1]
-        elif key == "output_layer.weight":
+        tied = not config.untie_embeddings_and_output_weights
+        match = _KEY.fullmatch(key)
+        number, module, kind = match.groups() if match else (None, key, "")
+        if number is not None and module in _IN_LAYER:
+            return self.layer.format(n=self.first_layer + int(number)) + _IN_LAYER[module] + kind
+        if module in _IN_EMBEDDING:
+            return (self.tied_embedding if tied else self.untied_embedding) + _IN_EMBEDDING[module] + kind
+        if module == "decoder.final_layernorm.":
+            return self.final_norm.format(n=end) + kind
+        if module == "output_layer.":
             return self.head.format(n=end + 1)
         raise ValueError(f"DeepSpeed universal checkpoints have no place for {key}")
 
@@ -136,24 +136,17 @@ def model_space_names(names: Iterable[str], description: str) -> dict[str, str]:
     first = min(layers)
     if layers != set(range(first, first + len(layers))):
         raise ValueError(f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete")
-    keys: dict[str, str] = {}
-    unknown = []
-    for name in names:
-        key = _model_space_name(name.removeprefix("module."), first)
-        if key is None:
-            unknown.append(name)
-        else:
-            keys[key] = name
+    keys = {name: _model_space_name(name.removeprefix("module."), first) for name in names}
+    unknown = [name for name, key in keys.items() if key is None]
     if unknown:
         raise ValueError(f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported here")
-    return keys
+    return {key: name for name, key in keys.items() if key is not None}
 
 
 def _model_space_name(name: str, first_layer: int) -> str | None:
-    in_layer = {universal: ours for ours, universal in _IN_LAYER.items()}
-    in_embedding = {universal: ours for ours, universal in _IN_EMBEDDING.items()}
+    in_layer, in_embedding = ({name: ours for ours, name in table.items()} for table in (_IN_LAYER, _IN_EMBEDDING))
     if match := _EMBEDDING.fullmatch(name):
-        return f"embedding.{in_embedding[match[1]]}{match[2]}"
+        return in_embedding[match[1]] + match[2]
     if _HEAD.fullmatch(name):
         return "output_layer.weight"
     if match := _FINAL_NORM.fullmatch(name):
@@ -240,8 +233,7 @@ class UniversalFiles:
         if not states:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
         self.state: dict[str, Any] = dict(_STATE(safe_load(states[0]), str(states[0])))
-        args = vars(self.state.pop("args")) if "args" in self.state else {}
-        self.arguments = read_args(args, self.description) if args else {}
+        self.args: dict[str, Any] = vars(self.state.pop("args", argparse.Namespace()))  # under their names
         folders = [path.name for path in _parameter_folders(found)]
         sequence(check_key)(folders, str(found / ZERO))
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
@@ -276,7 +268,7 @@ class UniversalFiles:
 
     def states(self) -> tuple[str, ...]:
         """Those that the optimizer has of every parameter."""
-        if self.arguments.get("optimizer") != "sgd":
+        if self.args.get("optimizer") != "sgd":
             return ADAM
         folder = self.directory / ZERO / self.names[WORD_EMBEDDINGS]
         return SGD if (folder / STATE_FILES["momentum_buffer"]).exists() else SGD[:1]

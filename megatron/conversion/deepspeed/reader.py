@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_training
+from megatron.conversion.deepspeed.args import BLOCKS_MARK, lost_state, read_args, read_training
 from megatron.conversion.deepspeed.files import UniversalFiles
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, flag_name, model_config, model_tensors, resolved
-from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_blocks, unpack_rows
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config, model_tensors, resolved
+from megatron.conversion.model_space.row_maps import as_is, qkv_blocks, unpack_rows
+from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, flag_name, optimizer_key, split_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 QKV_LAYOUTS = ("groups", "tp-blocks")
@@ -25,9 +25,9 @@ class UniversalSource:
     """Full-precision parameters, moments and run of a universal checkpoint.
 
     The weights of a bf16 or fp16 run are its main parameters, cast. `args` (Megatron-LM's names) were given by the
-    user: they win over the files and supply what these lack; `vocab_size` is the number of tokens to keep.
+    user: they override the files and supply what these lack; `vocab_size` is the number of tokens to keep.
     `qkv_layout`: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed since December
-    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments give away.
+    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments imply.
     """
 
     def __init__(
@@ -40,12 +40,15 @@ class UniversalSource:
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         given = dict(args or {})
-        told = files.arguments | given
+        files.args = read_args(files.args, self.description) if files.args else {}
+        told = files.args | given
         self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, given), self.description)
         self.args |= resolved(config)
         self.tensors = _tensors(files, config, optimizer)
-        self._qkv_map = _qkv_map(config, self._blocks(qkv_layout, config))
+        blocks = self._blocks(qkv_layout, config)  # None: by query group, as the model has it
+        heads = config.num_attention_heads, config.query_groups, config.head_dim
+        self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
@@ -55,8 +58,9 @@ class UniversalSource:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         info = self.tensors[key]
-        parameter, state = _split(key)
-        stored = self._files.tensor(parameter, state)
+        parameter, state = split_key(key)
+        stored = self._files.tensor(parameter, state or "param")  # weights are main parameters, cast
+        # Universal checkpoints made from ZeRO-3 hold every parameter flat.
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
@@ -65,14 +69,14 @@ class UniversalSource:
             return stored[(slice(first, first + count), *columns)]
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
-        row_map = self._qkv_map if is_qkv else as_is(info.shape[0])
+        row_map = self._qkv_map if is_qkv and self._qkv_map is not None else as_is(info.shape[0])
         return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
-        """Number of [q; k; v] blocks, None for the layout by groups; without a hint the arguments tell."""
+        """Number of [q; k; v] blocks, None for the layout by groups; the arguments decide unless `layout` does."""
         if layout not in (None, *QKV_LAYOUTS):
             raise ValueError(f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}")
-        if layout is None and BLOCKS_MARK in self._files.arguments:
+        if layout is None and BLOCKS_MARK in self._files.args:
             layout = "tp-blocks"
         if layout != "tp-blocks":
             return None
@@ -86,17 +90,8 @@ class UniversalSource:
         blocks = sizes.get("tp_degree") or self.args.get("tensor_model_parallel_size")
         if not blocks:
             flag = "--tensor-model-parallel-size"
-            raise ValueError(f"{self.description} does not tell how many ranks split q, k and v: give {flag}")
+            raise ValueError(f"{self.description} does not say how many ranks split q, k and v: give {flag}")
         return int(blocks)
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Parameter and state of a model-space key; the weights are cast main parameters."""
-    for state in OPTIMIZER_STATES:
-        prefix = optimizer_key(state, "")
-        if key.startswith(prefix):
-            return key.removeprefix(prefix), state
-    return key, "param"
 
 
 def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
@@ -117,7 +112,7 @@ def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
 
 
 def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What names and shapes give away, for directories without arguments."""
+    """What follows from names and shapes, for directories without arguments."""
     names, shapes = files.names, files.shapes
     implied: dict[str, Any] = {
         "num_layers": sum(key.endswith("linear_qkv.layer_norm_weight") for key in names),
@@ -141,7 +136,7 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
         implied |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": shapes[_POSITIONS][0]}
     elif "position_embedding_type" not in told:
         flag = flag_name("position_embedding_type")
-        raise ValueError(f"{files.description} does not tell how positions enter the model: give {flag}")
+        raise ValueError(f"{files.description} does not say how positions enter the model: give {flag}")
     return implied
 
 
@@ -151,7 +146,7 @@ def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) 
     missing = [key for key in wanted if key not in files.names]
     extra = [files.names[key] for key in files.names if key not in wanted]
     if missing or extra:
-        problem = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)} too much"
+        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(extra)}"
         raise ValueError(f"{files.description} is not the model of its arguments: it {problem}")
     for key, shape in wanted.items():
         found = files.shapes[key]
@@ -165,10 +160,3 @@ def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) 
     for state in files.states() if optimizer else ():
         tensors |= {optimizer_key(state, key): TensorInfo(shape, torch.float32) for key, shape in wanted.items()}
     return tensors
-
-
-def _qkv_map(config: TransformerConfig, blocks: int | None) -> RowMap:
-    heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
-    if blocks is None:
-        return as_is((heads + 2 * groups) * head_dim)
-    return qkv_blocks(heads, groups, head_dim, blocks)

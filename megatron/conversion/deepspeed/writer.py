@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from megatron.conversion.deepspeed.files import (
     Style,
     model_state_name,
 )
-from megatron.conversion.files import Progress, make_empty_directory, no_progress, run_jobs
+from megatron.conversion.files import Options, Progress, make_empty_directory, no_progress, run_jobs, write_archive
 from megatron.conversion.model_space.model import check_parameters, exported_config, model_parameters, plain_args
 from megatron.conversion.model_space.row_maps import pack_rows, qkv_blocks
 from megatron.conversion.model_space.source import (
@@ -34,29 +33,21 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
 )
 from megatron.core.dist_checkpointing.format.schema import file_name
-from megatron.core.durable_files import committed, fsync_tree, naming
+from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
 
 
-@dataclass(frozen=True)
-class UniversalOptions:
-    style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
-    qkv_blocks: int | None = None  # target's TP degree, for Megatron-DeepSpeed since December 2024; default: by groups
-    vocab_size: int | None = None  # rows beyond it are cut; default: all that the source has
-    workers: int = 1
-
-
 def write_universal(
-    source: Source, directory: Path, options: UniversalOptions | None = None, progress: Progress = no_progress
+    source: Source, directory: Path, options: Options | None = None, progress: Progress = no_progress
 ) -> list[str]:
     """Write `source` below the empty `directory`; returns what could not be carried.
 
     `latest_universal` is written last. A source without an optimizer gets the state of one that has not begun: the
     loader needs it. Raises ValueError for a model that the programs in question lack, before anything is written.
     """
-    options = options or UniversalOptions()
+    options = options or Options()
     writer = _UniversalWriter(source, options)
     names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
     make_empty_directory(directory)
@@ -67,6 +58,7 @@ def write_universal(
     run_jobs(jobs, options.workers)
     _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
     _save(target / model_state_name(0), writer.model_state(training, names))
+    # `latest_universal` makes the directory a checkpoint: it must not be durable before the rest is.
     fsync_tree(directory)
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
@@ -77,9 +69,13 @@ def write_universal(
 
 
 class _UniversalWriter:
-    def __init__(self, source: Source, options: UniversalOptions) -> None:
+    def __init__(self, source: Source, options: Options) -> None:
         self.source = source
         self.config = config = exported_config(source, options.vocab_size)
+        if config.multi_latent_attention:
+            raise ValueError(
+                f"{source.description} has --multi-latent-attention: universal checkpoints have no names for its parts"
+            )
         if config.has_experts:
             raise ValueError(
                 f"{source.description} has --num-experts {config.experts}: universal checkpoints have no names for the "
@@ -88,8 +84,9 @@ class _UniversalWriter:
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
-        self.style = _style(options.style, config)
-        self.blocks = options.qkv_blocks
+        self.style = _style(options.universal_style, config)
+        tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+        self.blocks = tensor_parallel if options.qkv_blocks else None
         heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
         self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
@@ -122,14 +119,12 @@ class _UniversalWriter:
     def _marks(self, key: str) -> dict[str, Any]:
         """How a loader cuts the tensor for its own tensor parallelism."""
         parameter = self.parameters[key]
-        marks: dict[str, Any] = {}
-        if parameter.info.tp_dim is not None:
-            marks["cat_dim"] = parameter.info.tp_dim
-        if parameter.group.embedding:
-            marks["vocab_tensor"] = True
-        if parameter.info.tp_blocks > 1:
-            marks["param_n_sub_params"] = parameter.info.tp_blocks
-        return marks
+        marks = {
+            "cat_dim": parameter.info.tp_dim,
+            "vocab_tensor": parameter.group.embedding or None,
+            "param_n_sub_params": parameter.info.tp_blocks if parameter.info.tp_blocks > 1 else None,
+        }
+        return {name: value for name, value in marks.items() if value is not None}
 
     def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
         counts = (2, 1) if self.style.name == "bigscience" else (1, 1)
@@ -206,31 +201,6 @@ def _style(name: str | None, config: TransformerConfig) -> Style:
     return STYLES[name]
 
 
-class _Sink:
-    """What torch.save writes to: it turns every error into one of its own, so the real one is kept."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _save(path: Path, value: Any) -> None:
-    """Raises OSError that names the file where it cannot be written."""
-    with committed(path) as temporary, naming(temporary), temporary.open("wb") as file:
-        sink = _Sink(file)
-        try:
-            torch.save(value, sink)  # type: ignore[arg-type]
-        except RuntimeError:
-            if sink.error is not None:
-                raise sink.error from None
-            raise
+    with committed(path) as temporary:
+        write_archive(temporary, value)

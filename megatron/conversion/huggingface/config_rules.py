@@ -8,10 +8,10 @@ in `HARMLESS`: an ignored field may be a different model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.model_space.model import flag_name
-from megatron.conversion.model_space.source import MODEL_ARGUMENTS, SIZE
+from megatron.conversion.model_space.source import MODEL_ARGUMENTS, SIZE, flag_name
 from megatron.core.dist_checkpointing.format.schema import (
     Check,
     anything,
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     number,
     optional,
     printable,
+    read_json,
     record,
     sequence,
     shown,
@@ -29,6 +30,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 Json = dict[str, Any]
 REQUIRED = object()  # a field without a default: it defines the model
 _TEXT = text(256)
+
+
+def is_huggingface(directory: Path) -> bool:
+    """Whether `directory` holds a model of transformers."""
+    path = directory / "config.json"
+    hf = read_json(path) if path.is_file() else None
+    return isinstance(hf, dict) and ("model_type" in hf or "architectures" in hf)
 
 
 class Rule(NamedTuple):
@@ -112,6 +120,18 @@ def query_groups(default: int | None) -> Rule:
     return Rule({"num_key_value_heads": SIZE}, read, lambda config: {"num_key_value_heads": config.query_groups})
 
 
+def _read_no_groups(hf: Json, args: Json) -> Json:
+    groups, heads = hf.get("num_key_value_heads"), args["num_attention_heads"]
+    if groups not in (None, heads):
+        raise _unsupported("num_key_value_heads", groups, f"num_attention_heads = {heads} is")
+    return {"group_query_attention": False}
+
+
+NO_GROUPS = Rule(
+    {"num_key_value_heads": SIZE}, _read_no_groups, lambda config: {"num_key_value_heads": config.num_attention_heads}
+)
+
+
 def head_dim(default: int | None = None, always: bool = True) -> Rule:
     """Null means hidden_size / heads, a missing field `default`; `always` writes the implied value too."""
 
@@ -156,15 +176,26 @@ _LLAMA3 = {  # field of the scaling dictionary -> argument
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_max_position_embeddings",
 }
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+_SCALINGS = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}  # rope type -> its fields and their arguments
 _ROPE_NUMBERS = dict.fromkeys(("rope_theta", "partial_rotary_factor"), number())
 _ROPE = record(
     {f"{name}?": optional(_TEXT) for name in ("rope_type", "type")}
-    | {f"{name}?": optional(number()) for name in (*_ROPE_NUMBERS, *_LLAMA3)}
+    | {f"{name}?": optional(number()) for name in (*_ROPE_NUMBERS, *_LLAMA3, *_YARN) if name != "truncate"}
+    | {"truncate?": optional(boolean)}
 )
 
 
 def rope(partial: bool = False) -> Rule:
-    """Base and scaling; of the scalings only llama3 is known. `partial`: only a part of each head may be rotated."""
+    """Base and scaling (llama3, yarn). `partial`: only a part of each head may be rotated."""
 
     def read(hf: Json, args: Json) -> Json:
         told = {k: v for k, v in (hf.get("rope_scaling") or hf.get("rope_parameters") or {}).items() if v is not None}
@@ -174,31 +205,42 @@ def rope(partial: bool = False) -> Rule:
         scaling = {name: told[name] for name in told if name not in ("rope_type", "type", *_ROPE_NUMBERS)}
         if hf.get("rope_theta") not in (None, theta):  # 4.x would take the one, 5.x the other
             raise ValueError(f"config.json has rope_theta = {hf['rope_theta']} and {theta}: remove the wrong one")
-        if kind not in ("default", "llama3"):
-            raise ValueError(f"config.json: rope type {kind!r} is not supported, only default and llama3 are")
-        if not set(scaling) <= set(_LLAMA3 if kind == "llama3" else ()):
+        if kind not in _SCALINGS:
+            raise ValueError(f"config.json: rope type {kind!r} is not supported, only {', '.join(_SCALINGS)} are")
+        if not set(scaling) <= set(_SCALINGS[kind]) or ("mscale" in scaling) != ("mscale_all_dim" in scaling):
             raise ValueError(f"config.json: rope type {kind!r} with {shown(sorted(scaling))} is not understood")
         if fraction != 1.0 and not partial:
             raise _unsupported("partial_rotary_factor", fraction, "1.0 is")
         base = {"rotary_base": float(theta), "use_rope_scaling": kind == "llama3"}
-        base |= {"rotary_percent": float(fraction)}
-        return base | (_read_llama3(hf, scaling, args) if kind == "llama3" else {})
+        base |= {"rotary_percent": float(fraction), "rope_type": "yarn" if kind == "yarn" else "rope"}
+        return base | _read_scaling(kind, hf, scaling, args)
 
     def write(config: TransformerConfig) -> Json:
-        scaling = {"rope_type": "llama3"} | {field: getattr(config, name) for field, name in _LLAMA3.items()}
         part = {"partial_rotary_factor": config.rotary_percent} if partial else {}
-        return {"rope_theta": config.rotary_base, "rope_scaling": scaling if config.use_rope_scaling else None, **part}
+        return {"rope_theta": config.rotary_base, "rope_scaling": _write_scaling(config), **part}
 
     return Rule({**_ROPE_NUMBERS, "rope_scaling": _ROPE, "rope_parameters": _ROPE}, read, write)
 
 
-def _read_llama3(hf: Json, scaling: Json, args: Json) -> Json:
+def _read_scaling(kind: str, hf: Json, scaling: Json, args: Json) -> Json:
     # Without the original length transformers takes the one that the model is for.
     known = {"original_max_position_embeddings": hf.get("max_position_embeddings")} | scaling
-    for field, argument in _LLAMA3.items():
+    asked = _LLAMA3 if kind == "llama3" else ("factor", "original_max_position_embeddings") if kind == "yarn" else ()
+    for field in asked:
+        argument = _SCALINGS[kind][field]
         if known.get(field) is None and argument not in args:
-            raise ValueError(f"config.json: rope scaling llama3 has no {field!r}: give {flag_name(argument)}")
-    return {argument: known.get(field) for field, argument in _LLAMA3.items()}
+            raise ValueError(f"config.json: rope scaling {kind} has no {field!r}: give {flag_name(argument)}")
+    return {argument: known[field] for field, argument in _SCALINGS[kind].items() if known.get(field) is not None}
+
+
+def _write_scaling(config: TransformerConfig) -> Json | None:
+    kind = "llama3" if config.use_rope_scaling else str(config.rope_type)
+    if kind == "rope":
+        return None
+    scaling = {"rope_type": kind} | {field: getattr(config, name) for field, name in _SCALINGS[kind].items()}
+    if not scaling.get("mscale_all_dim"):  # transformers takes both or none
+        scaling = {field: value for field, value in scaling.items() if not field.startswith("mscale")}
+    return scaling
 
 
 _LAYER_TYPES = {"layer_types": sequence(_TEXT, 10**5)}
@@ -282,6 +324,43 @@ EXPERT_LAYERS = Rule(
 )
 
 
+def _read_deepseek_experts(hf: Json, args: Json) -> Json:
+    """Dense layers come first; groups are ranked by their two best scores; experts are shared in multiples of one."""
+    dense, groups = hf.get("first_k_dense_replace", 3), hf.get("n_group", 8)
+    return {
+        "moe_layer_freq": [0] * dense + [1] * (args["num_layers"] - dense) if dense else 1,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": hf.get("topk_group", 4) if groups > 1 else None,
+        "moe_router_group_score_topk": 2 if groups > 1 else None,
+        "moe_shared_expert_intermediate_size": hf.get("n_shared_experts", 1) * args["moe_ffn_hidden_size"],
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 2.5)),
+    }
+
+
+def _write_deepseek_experts(config: TransformerConfig) -> Json:
+    return {
+        "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
+        "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1),
+        "routed_scaling_factor": config.topk_scaling_factor,
+    }
+
+
+# Null is no default: queries come from the residual stream then.
+QUERY_RANK = Rule(
+    {"q_lora_rank": SIZE},
+    lambda hf, args: {"q_lora_rank": hf.get("q_lora_rank", 1536)},
+    lambda config: {"q_lora_rank": config.q_lora_rank},
+)
+DEEPSEEK_EXPERTS = Rule(
+    dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts"), SIZE)
+    | {"routed_scaling_factor": number()},
+    _read_deepseek_experts,
+    _write_deepseek_experts,
+)
+
+
 def _read_precision(hf: Json, args: Json) -> Json:
     """`dtype` (5.x) or `torch_dtype` (4.x); where both are missing the tensors tell."""
     name = str(hf.get("dtype") or hf.get("torch_dtype") or "auto").removeprefix("torch.")
@@ -327,6 +406,7 @@ def read_config(hf: Json, rules: Collection[Rule], harmless: Collection[str], ar
 
     Raises ValueError for a field that is not known, missing or of an unsupported value.
     """
+    # A field that nobody reads may still change the model, so all must be known before any is used.
     checks = {field: check for rule in rules for field, check in rule.fields.items()}
     known = HARMLESS.union(harmless, checks)
     unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)

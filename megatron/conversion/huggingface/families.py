@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion.huggingface.config_rules import (
     AUXILIARY_LOSS,
     COMMON_RULES,
+    DEEPSEEK_EXPERTS,
     EXPERT_LAYERS,
     FULL_ATTENTION,
     GELU,
+    NO_GROUPS,
+    QUERY_RANK,
     QWEN_WINDOW,
     Json,
     Rule,
@@ -30,6 +33,7 @@ from megatron.conversion.huggingface.config_rules import (
 )
 from megatron.conversion.huggingface.parameters import (
     BLOOM_ROWS,
+    DEEPSEEK_V3_ROWS,
     GPT2_ROWS,
     LLAMA_ROWS,
     MIXTRAL_ROWS,
@@ -39,7 +43,7 @@ from megatron.conversion.huggingface.parameters import (
     StoredParameter,
     stored_parameters,
 )
-from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
@@ -48,7 +52,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, mode
 class Family:
     """One `model_type`.
 
-    Rows that no model of the family has do no harm: a model is compared with what its config.json would say.
+    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole models.
     """
 
     model_type: str
@@ -77,6 +81,7 @@ class Family:
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
         wanted = model_signature(config)
+        # Written fields are read back as if from a file. GPT-2 requires a length, which not every model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = usual | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
         try:
@@ -87,9 +92,11 @@ class Family:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(self, config: TransformerConfig) -> list[StoredParameter]:
-        """Every parameter of the model that has a row, in the order of the model."""
-        return stored_parameters(self.rows, self.layers, config)
+    def places(
+        self, config: TransformerConfig, has: Callable[[str], bool] = lambda name: False
+    ) -> list[StoredParameter]:
+        """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+        return stored_parameters(model_tensors(config), self.rows, self.layers, config, has)
 
 
 _NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)
@@ -219,6 +226,48 @@ QWEN2_MOE = Family(
     ),
 )
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "model.layers.",
+    DEEPSEEK_V3_ROWS,
+    (
+        *_GATED_RMS_RULES,
+        # The norms within attention have this epsilon whatever the field says.
+        fixed("rms_norm_eps", 1e-6, written=True),
+        implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
+        rope(),
+        NO_GROUPS,
+        QUERY_RANK,
+        copied("kv_lora_rank", "kv_lora_rank", default=512),
+        copied("qk_head_dim", "qk_nope_head_dim", default=128),
+        copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+        copied("v_head_dim", "v_head_dim", default=128),
+        copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
+        copied("moe_router_topk", "num_experts_per_tok", default=8),
+        DEEPSEEK_EXPERTS,
+        fixed("attention_bias", False, written=True),
+        fixed("rope_interleave", True, written=True),
+        fixed("norm_topk_prob", True, written=True),
+        fixed("scoring_func", "sigmoid"),
+        fixed("topk_method", "noaux_tc"),
+        fixed("moe_layer_freq", 1),
+        implied(qk_layernorm=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        implied(moe_router_dtype="fp32", window_size=None),
+    ),
+    # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
+    (
+        "head_dim",
+        "qk_head_dim",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "auto_map",
+    ),
+)
 _LAYER_NORM_RULES: tuple[Rule, ...] = (
     copied("num_layers", "n_layer", "num_hidden_layers"),
     copied("num_attention_heads", "n_head", "num_attention_heads"),
@@ -271,7 +320,7 @@ BLOOM = Family(
         "skip_bias_add_qkv",
     ),
 )
-FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2, BLOOM)
+FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT2, BLOOM)
 
 _NAMES = record(
     {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))},
@@ -290,7 +339,7 @@ def family_of(hf: Json) -> Family:
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
-            f"config.json: architecture {printable(architectures[0])} is no {family.architecture}: not supported"
+            f"config.json: architecture {printable(architectures[0])} is not {family.architecture}: not supported"
         )
     return family
 
@@ -298,7 +347,7 @@ def family_of(hf: Json) -> Family:
 def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     """The first family that can express the model, `preferred` before the others.
 
-    Raises ValueError with the obstacles of the family that comes nearest.
+    Raises ValueError with the obstacles of the closest family.
     """
     ordered = sorted(FAMILIES, key=lambda family: family.model_type != preferred)
     obstacles = {family.model_type: family.obstacles(config) for family in ordered}
@@ -308,5 +357,5 @@ def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(
         "none of the supported models of transformers computes the same as this one; "
-        f"{nearest} comes nearest, but has no {', no '.join(obstacles[nearest])}"
+        f"{nearest} is closest, but has no {', no '.join(obstacles[nearest])}"
     )

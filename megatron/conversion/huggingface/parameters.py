@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron.conversion.model_space.model import model_tensors
-from megatron.conversion.model_space.row_maps import RowMap, qkv_apart, qkv_blocks, stacked, stored_rows
+from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_apart, qkv_blocks, stacked, stored_rows
 from megatron.conversion.model_space.source import Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,7 +17,7 @@ _KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
 class Row:
     """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one after the other.
 
-    Names lack the "weight" or "bias" at their end; `{e}` stands for every expert in turn.
+    Names lack the "weight" or "bias" at their end; those with `{e}` are of one expert.
     """
 
     names: tuple[str, ...]
@@ -40,6 +38,7 @@ LLAMA_ROWS = {
     "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj.")),
     "mlp.linear_fc2.": Row(("mlp.down_proj.",)),
+    "pre_mlp_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.router.": Row(("mlp.gate.",)),
     "mlp.experts.experts.linear_fc1.": Row(
         ("mlp.experts.{e}.gate_proj.", "mlp.experts.{e}.up_proj."), fused="mlp.experts.gate_up_proj"
@@ -61,6 +60,19 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 QWEN3_ROWS = LLAMA_ROWS | {
     "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj."), biased=False),
     "mlp.linear_fc2.": Row(("mlp.down_proj.",), biased=False),
+}
+DEEPSEEK_V3_ROWS = LLAMA_ROWS | {
+    "input_layernorm.": Row(("input_layernorm.",)),
+    "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
+    "self_attention.linear_q_down_proj.": Row(("self_attn.q_a_proj.",)),
+    "self_attention.linear_q_up_proj.layer_norm_": Row(("self_attn.q_a_layernorm.",)),
+    "self_attention.linear_q_up_proj.": Row(("self_attn.q_b_proj.",)),
+    "self_attention.linear_kv_down_proj.": Row(("self_attn.kv_a_proj_with_mqa.",)),
+    "self_attention.linear_kv_up_proj.layer_norm_": Row(("self_attn.kv_a_layernorm.",)),
+    "self_attention.linear_kv_up_proj.": Row(("self_attn.kv_b_proj.",)),
+    "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
+    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
 PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
@@ -94,51 +106,53 @@ BLOOM_ROWS = {
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A row for one tensor of one model: where exactly its values are."""
+    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values are."""
 
     key: str
-    shape: Shape
+    lead: Shape  # the number of the expert, if it is one's
+    shape: Shape  # without that axis
     names: tuple[str, ...]
     row_map: RowMap
-    transposed: bool
-    fused: str | None = None
-
-    @property
-    def matrix(self) -> Shape:
-        """The shape with the matrices of experts one above the other."""
-        return _matrix(self.shape)
+    transposed: bool = False
 
     def stored_shapes(self) -> list[Shape]:
-        if self.names == (self.fused,):
-            return [self.shape]
-        shapes = [(rows, *self.matrix[1:]) for rows in stored_rows(self.row_map)]
+        shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
         return [shape[::-1] for shape in shapes] if self.transposed else shapes
 
 
-def _matrix(shape: Shape) -> Shape:
-    return shape if len(shape) < 3 else (math.prod(shape[:-1]), shape[-1])
+def stored_parameters(
+    shapes: Mapping[str, Shape],
+    rows: Mapping[str, Row],
+    layers: str,
+    config: TransformerConfig,
+    has: Callable[[str], bool],
+) -> list[StoredParameter]:
+    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and N.
 
-
-def stored_parameters(rows: Mapping[str, Row], layers: str, config: TransformerConfig) -> list[StoredParameter]:
-    """Every parameter of the model that has a row; the names of layer N begin with `layers` and N."""
+    `has` says whether the files have a tensor: then it holds all experts.
+    """
     parameters = []
-    for key, shape in model_tensors(config).items():
+    for key, shape in shapes.items():
         match = _KEY.fullmatch(key)
-        if match is None or match[2] not in rows:
+        if match is None or match[2] not in rows or (match[3] == "bias" and not rows[match[2]].biased):
             continue
         row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
-        if match[3] == "bias" and not row.biased:
+        if row.fused is not None and has(prefix + row.fused):
+            parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
             continue
-        experts = range(shape[0]) if "{e}" in row.names[0] else [0]
-        names = tuple(prefix + name.replace("{e}", str(e)) + match[3] for e in experts for name in row.names)
         transposed = row.transposed and len(shape) == 2
-        fused = row.fused and prefix + row.fused
-        parameters.append(StoredParameter(key, shape, names, _row_map(row, names, shape, config), transposed, fused))
+        for expert in range(shape[0]) if len(shape) == 3 else [None]:
+            own = shape if expert is None else shape[1:]
+            names = tuple(prefix + name.replace("{e}", str(expert)) + match[3] for name in row.names)
+            row_map = _row_map(row, own[0], config)
+            parameters.append(
+                StoredParameter(key, () if expert is None else (expert,), own, names, row_map, transposed)
+            )
     return parameters
 
 
-def _row_map(row: Row, names: tuple[str, ...], shape: Shape, config: TransformerConfig) -> RowMap:
+def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     heads = config.num_attention_heads, config.query_groups, config.head_dim
     if row.qkv:
-        return qkv_apart(*heads) if len(names) == 3 else qkv_blocks(*heads, blocks=1)
-    return stacked(_matrix(shape)[0] // len(names), len(names))
+        return qkv_apart(*heads) if len(row.names) == 3 else qkv_blocks(*heads, blocks=1)
+    return stacked(rows // len(row.names), len(row.names))

@@ -1,9 +1,9 @@
-"""The tokenizer beside a model of transformers: files that travel along, and the ids of its special tokens.
+"""The tokenizer beside a model of transformers: its files, and the ids of its special tokens.
 
-A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint counts where it lies in a
-directory that the user has named, links out of it do not, and a file travels only if it is what its name says.
+A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint is used only if it lies in
+a directory that the user has named (links resolved), and a file is copied only if it is what its name says.
 
-A SentencePiece model also travels as `tokenizer.json`, so that transformers splits text exactly as training did:
+A SentencePiece model is also written as `tokenizer.json`, so that transformers splits text exactly as training did:
 transformers' own Llama tokenizer adds no space before a text that begins with one, which SentencePiece does. The file
 written here says the same as the model: prefix, spaces, pieces and their merges, bytes for what is unknown.
 """
@@ -91,7 +91,7 @@ _TOKEN = integer(-1, 2**31 - 1)
 
 
 def _token_ids(value: Any, where: str) -> Any:
-    """None, a token, or several: models may end a text in more than one way."""
+    """None, a token, or several: a text may end in more than one way."""
     if value is None:
         return value
     return sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
@@ -155,8 +155,8 @@ def _confirmed(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -
         path = Path(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
-    told = f"tokenizer: the checkpoint names {shown(value)}, which is outside of its directory"
-    result.lost.append(f"{told}; give --tokenizer to take it along")
+    told = f"tokenizer: the checkpoint names {shown(value)}, which lies outside of its directory"
+    result.lost.append(f"{told}; give --tokenizer to copy it")
     return None
 
 
@@ -251,16 +251,16 @@ def _lines(content: bytes, where: str) -> list[str]:
 def _merges(content: bytes, where: str) -> None:
     lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line]
     if not all(line.startswith("#version") or len(line.split(" ")) == 2 for line in lines):
-        raise CheckpointError(f"{where} does not have two parts of a token on every line: it holds no merges")
+        raise CheckpointError(f"{where} does not have two parts of a token on every line: it is not a list of merges")
 
 
 def _template(content: bytes, where: str) -> None:
     if not any("{{" in line or "{%" in line for line in _lines(content, where)):
-        raise CheckpointError(f"{where} is not a template of Jinja")
+        raise CheckpointError(f"{where} is not a Jinja template")
 
 
 _OBJECT = _json(mapping(anything))
-# The files that travel, and what each must be.
+# The files that are copied, and what each must be.
 _CONTENTS: dict[str, Callable[[bytes, str], None]] = {
     "tokenizer.json": _json(record({"model": mapping(anything)})),
     "tokenizer_config.json": _OBJECT,

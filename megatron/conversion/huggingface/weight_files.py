@@ -13,7 +13,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from megatron.conversion.files import Progress, run_jobs, write_at
-from megatron.conversion.model_space.row_maps import RowMap, RowRun, pack_rows, runs
+from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
@@ -109,6 +109,7 @@ class SafetensorsFile:
         result = torch.empty(shape, dtype=info.dtype)
         if not result.numel():
             return result
+        # Opened for each read: a model may have more shards than a process may have open files.
         with self.path.open("rb", buffering=0) as file:
             if shape[1:] == info.shape[1:]:
                 row = math.prod(info.shape[1:]) * info.dtype.itemsize
@@ -169,6 +170,7 @@ class SafetensorsWriter:
         assert tensor.dtype == info.dtype and tuple(tensor.shape[1:]) == info.shape[1:], (name, tensor.shape)
         position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
         assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
+        # Relative to the tensor until here, in the file from here on.
         position += self._base + self._starts[name]
         write_at(self._path, tensor.contiguous(), position)
         with self._lock:
@@ -238,27 +240,34 @@ _RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is rea
 
 @dataclass(frozen=True)
 class Outgoing:
-    """One tensor of model space, and the stored tensors that its rows go to."""
+    """A tensor of model space, or an expert of one, and the stored tensors that its rows go to."""
 
     names: Sequence[str]
     infos: Sequence[TensorInfo]
     row_map: RowMap
-    transposed: bool
-    rows: int
-    row_elements: int
     read: Callable[[int, int], torch.Tensor]  # (first, count) -> model rows, in the dtype of `infos`
+    transposed: bool = False  # written whole: its rows are columns of the file
 
-    def write_run(self, writers: dict[str, SafetensorsWriter], run: RowRun) -> None:
-        rows = self.read(run.first, run.rows)
-        for share in run.shares:
-            name = self.names[share.source]
-            writers[name].write(name, share.of(rows), share.at)
+    @property
+    def rows(self) -> int:
+        return sum(run.rows for run in self.row_map)
 
-    def write_transposed(self, writers: dict[str, SafetensorsWriter]) -> None:
-        """Whole: its rows are columns of the file."""
-        tensor = self.read(0, self.rows)
-        for number, name in enumerate(self.names):
-            writers[name].write(name, pack_rows(self.row_map, number, tensor).t())
+    @property
+    def rows_at_once(self) -> int:
+        elements = sum(math.prod(info.shape) for info in self.infos)
+        return self.rows if self.transposed else max(1, _RUN_BYTES // 4 * self.rows // max(1, elements))
+
+    def write(self, writers: dict[str, SafetensorsWriter], first: int, progress: Progress) -> None:
+        """The model rows from `first` on, as many as fit."""
+        rows = self.read(first, min(self.rows_at_once, self.rows - first))
+        if self.transposed:
+            for number, name in enumerate(self.names):
+                writers[name].write(name, pack_rows(self.row_map, number, rows).t())
+        else:
+            found = list(cut(self.row_map, first, first + len(rows)))
+            for run, part in zip(found, rows.split([run.rows for run in found]), strict=True):
+                writers[self.names[run.source]].write(self.names[run.source], part, run.start)
+        progress(rows.nbytes)
 
 
 def write_weight_files(
@@ -269,34 +278,17 @@ def write_weight_files(
     files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    # All shards are laid out first, since any worker may write to any of them; each is renamed when all are complete.
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
         for file, shard in zip(files, shards, strict=True):
             temporary = stack.enter_context(committed(directory / file))
             writers |= dict.fromkeys(shard, stack.enter_context(SafetensorsWriter(temporary, shard)))
-        run_jobs(_jobs(tensors, writers, progress), workers)
+        firsts = ((tensor, first) for tensor in tensors for first in range(0, tensor.rows, tensor.rows_at_once))
+        run_jobs((partial(tensor.write, writers, first, progress) for tensor, first in firsts), workers)
     if len(shards) > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", files, shards)
     return files
-
-
-def _jobs(
-    tensors: Sequence[Outgoing], writers: dict[str, SafetensorsWriter], progress: Progress
-) -> Iterator[Callable[[], None]]:
-    for tensor in tensors:
-        itemsize = tensor.infos[0].dtype.itemsize
-        if tensor.transposed:
-            nbytes = tensor.rows * tensor.row_elements * itemsize
-            yield partial(_job, partial(tensor.write_transposed, writers), progress, nbytes)
-            continue
-        for run in runs(tensor.row_map, max(1, _RUN_BYTES // (4 * tensor.row_elements))):
-            nbytes = run.rows * tensor.row_elements * itemsize
-            yield partial(_job, partial(tensor.write_run, writers, run), progress, nbytes)
-
-
-def _job(write: Callable[[], None], progress: Progress, nbytes: int) -> None:
-    write()
-    progress(nbytes)
 
 
 def _shards(tensors: dict[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:

@@ -3,48 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron.conversion.files import Progress, make_empty_directory, no_progress
+from megatron.conversion.files import Options, Progress, make_empty_directory, no_progress
 from megatron.conversion.huggingface import sidecar as hf_sidecar
-from megatron.conversion.huggingface.families import Family, choose_family
+from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.parameters import StoredParameter
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, write_generation_config
 from megatron.conversion.huggingface.weight_files import Outgoing, write_weight_files
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, exported_config, model_tensors
-from megatron.conversion.model_space.row_maps import RowMap, as_is
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo, full_precision_key
+from megatron.conversion.model_space.row_maps import as_is
+from megatron.conversion.model_space.source import Source, TensorInfo, full_precision_key
 from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass(frozen=True)
-class HuggingFaceOptions:
-    dtype: torch.dtype | None = None  # of the weights; default: the model's
-    max_shard_size: int = 5 * 10**9
-    vocab_size: int | None = None  # rows beyond it are cut; default: all that the source has
-    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments, if it is
-    trusted: tuple[Path, ...] = ()  # in one of these: the user has named them
-    optim_sidecar: bool = False
-    workers: int = 1
-    note: Callable[[str], None] = lambda text: None  # told which files of a tokenizer were copied
-
-
 def write_huggingface(
-    source: Source, directory: Path, options: HuggingFaceOptions | None = None, progress: Progress = no_progress
+    source: Source, directory: Path, options: Options | None = None, progress: Progress = no_progress
 ) -> list[str]:
     """Write `source` into the empty `directory`; returns what it holds that could not be carried.
 
     config.json is written last, so an interrupted export is no model. Raises ValueError for a model that transformers
     cannot express, before anything is written.
     """
-    options = options or HuggingFaceOptions()
+    options = options or Options()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
     places = family.places(config)
@@ -53,10 +37,15 @@ def write_huggingface(
 
     make_empty_directory(directory)
     limits = (options.max_shard_size, options.workers, progress)
-    weights = [_weight(source, place, config.params_dtype) for place in places]
+    # Weights come from the fp32 main parameters where there are some, and are cast only once.
+    keys = [full_precision_key(place.key, source.tensors) for place in places]
+    weights = [_outgoing(source, key, place, config.params_dtype) for key, place in zip(keys, places, strict=True)]
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
-        states = [_state(source, key, *where) for key, where in optimizer.items()]
+        states = [
+            _outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
+            for key, (read, info) in optimizer.items()
+        ]
         folder = directory / hf_sidecar.DIRECTORY
         folder.mkdir()
         hf_sidecar.write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
@@ -64,15 +53,15 @@ def write_huggingface(
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
         options.note(f"tokenizer: {copied}")
+    # Readers recognise a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
-    write_json(directory / "config.json", _config_json(family, config, tokenizer.ids))
+    write_json(directory / "config.json", {**family.write_config(config), **tokenizer.ids, "use_cache": True})
     fsync_tree(directory)
     return tokenizer.lost + _not_carried(source, bool(optimizer))
 
 
-def _config(source: Source, options: HuggingFaceOptions) -> TransformerConfig:
-    info = source.tensors[WORD_EMBEDDINGS]
-    dtype = options.dtype or info.dtype
+def _config(source: Source, options: Options) -> TransformerConfig:
+    dtype = options.dtype or source.tensors[WORD_EMBEDDINGS].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
     config = exported_config(source, options.vocab_size)
@@ -92,46 +81,16 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Stor
         raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
 
 
-def _weight(source: Source, place: StoredParameter, dtype: torch.dtype) -> Outgoing:
-    """From the fp32 main parameter, cast only once, where there is one."""
-    infos = [TensorInfo(shape, dtype) for shape in place.stored_shapes()]
-    key = full_precision_key(place.key, source.tensors)
-    outgoing = _outgoing(source, key, place.names, infos, place.matrix, place.row_map, place.transposed)
-    if len(place.shape) < 3:
-        return outgoing
-    _, rows, columns = place.shape
+def _outgoing(source: Source, key: str, part: StoredParameter, dtype: torch.dtype) -> Outgoing:
+    """`part`, read from the tensor `key`."""
+    lead, rest = part.lead, part.shape[1:]
 
     def read(first: int, count: int) -> torch.Tensor:
-        """Rows of one expert: runs end where a stored tensor does."""
-        box = source.read(key, (first // rows, first % rows, 0), (1, count, columns))
-        return box.view(count, columns).to(dtype)
+        box = source.read(key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
+        return box.view(count, *rest).to(dtype)
 
-    return dataclasses.replace(outgoing, read=read)
-
-
-def _state(source: Source, key: str, read: str, info: TensorInfo) -> Outgoing:
-    return _outgoing(source, read, [key], [info], info.shape, as_is(info.shape[0]))
-
-
-def _outgoing(
-    source: Source,
-    key: str,
-    names: Sequence[str],
-    infos: Sequence[TensorInfo],
-    shape: Shape,
-    row_map: RowMap,
-    transposed: bool = False,
-) -> Outgoing:
-    dtype = infos[0].dtype
-
-    def read(first: int, count: int) -> torch.Tensor:
-        return source.read(key, (first,) + (0,) * (len(shape) - 1), (count, *shape[1:])).to(dtype)
-
-    return Outgoing(names, infos, row_map, transposed, shape[0], math.prod(shape[1:]), read)
-
-
-def _config_json(family: Family, config: TransformerConfig, token_ids: dict[str, Any]) -> dict[str, Any]:
-    return {**family.write_config(config), **token_ids, "use_cache": True}
+    infos = [TensorInfo(shape, dtype) for shape in part.stored_shapes()]
+    return Outgoing(part.names, infos, part.row_map, read, part.transposed)
 
 
 def _not_carried(source: Source, sidecar: bool) -> list[str]:

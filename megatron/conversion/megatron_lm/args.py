@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
-# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 # What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of it.
 ASKED_FOR: dict[str, Any] = {
     "multi_latent_attention": False,
@@ -53,6 +52,15 @@ ASKED_FOR: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
 }
 
+
+def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with those that loaders ask for."""
+    # Local layers without Apex use torch's norms, which refuse to persist.
+    local = args.get("transformer_impl") == "local"
+    return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
+
+
+# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -88,7 +96,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
     unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
     if unknown:
-        raise CheckpointError(f"{where}: the stored arguments do not tell {', '.join(unknown)}")
+        raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
     for theirs, ours in _NAMES.items():
         if ours not in args and theirs in args:
             args[ours] = args[theirs]
@@ -172,6 +180,18 @@ def chained(optimizer: Any) -> list[Mapping[str, Any]]:
     return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
+def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
+    """`optimizer` of common.pt as a run with these arguments has it: with EP > 1 experts have one of their own.
+
+    No parameter of theirs is without weight decay, so there is one group.
+    """
+    if (args.get("num_experts") or 0) <= 1 or (args.get("expert_model_parallel_size") or 1) == 1:
+        return optimizer
+    groups = optimizer["optimizer"]["param_groups"]
+    kinds = ([group | {"is_expert_parallel": False} for group in groups], [groups[0] | {"is_expert_parallel": True}])
+    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(kinds)}
+
+
 def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
     """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
 
@@ -196,14 +216,12 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
 # Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
 _MODEL: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "multi_latent_attention": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "rope_type": (None, "rope"),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "softmax_type": ("vanilla", None),
@@ -268,32 +286,30 @@ def _cuda_state(seed: int) -> torch.Tensor:
 # Megatron-core's modules ask for an `_extra_state` each (the scales of FP8 training), and its reader stops at the first
 # one that is not there, even though all of them are empty in other precisions.
 
-# Weight -> the modules beside it that have a state. Transformer Engine's attention and norms have one, Megatron-core's
-# own do not ask for it.
-_LINEAR = re.compile(r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]))\.weight")
-_ATTENTION = re.compile(r"(decoder\.layers\.\d+\.self_attention)\.linear_proj\.weight")
-_NORM = re.compile(r"(decoder\.final_layernorm|decoder\.layers\.\d+\.self_attention\.[qk]_layernorm)\.weight")
-
+# Modules that have a state, by their weight. Transformer Engine's attention and norms have one, Megatron-core's own do
+# not ask for it; each expert of a layer is a module.
+_STATEFUL = re.compile(
+    r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
+    r"|mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc[12]"
+    r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
+    r"|decoder\.final_layernorm)\.weight"
+)
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 
-def extra_states(keys: Iterable[str]) -> dict[str, ShardedObject]:
-    """One entry per module, of the model whose weights are among `keys`."""
-    entries: dict[str, ShardedObject] = {}
+def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObject]:
+    """One entry per module, of the model whose weights are among `keys` and which has so many experts in a layer."""
+    states: dict[str, torch.Tensor | None] = {}
     for key in keys:
-        if match := _LINEAR.fullmatch(key):
-            _add(entries, match[1], None)
-        if match := _ATTENTION.fullmatch(key):
-            _add(entries, f"{match[1]}.core_attention", None)
-        if match := _NORM.fullmatch(key):
-            _add(entries, match[1], _EMPTY)
-    return entries
+        if match := _STATEFUL.fullmatch(key):
+            module = match[1]
+            count = experts if ".experts.experts." in module else 1
+            for place in range(count):
+                states[f"{module}._extra_state/shard_{place}_{count}"] = _EMPTY if module.endswith("norm") else None
+            if module.endswith("self_attention.linear_proj"):
+                states[module.replace("linear_proj", "core_attention") + "._extra_state/shard_0_1"] = None
+    return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
 def is_extra_state(key: str) -> bool:
     return "._extra_state/shard_" in key
-
-
-def _add(entries: dict[str, ShardedObject], module: str, value: torch.Tensor | None) -> None:
-    key = f"{module}._extra_state/shard_0_1"
-    entries[key] = ShardedObject(key, value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.files import archive_faults
 from megatron.conversion.megatron_lm.args import (
     arguments,
     param_groups,
@@ -21,19 +18,18 @@ from megatron.conversion.megatron_lm.args import (
     stored_model,
     training_state,
 )
+from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, open_file, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import (
-    add_implied_main_parameters,
+    CheckedTable,
     bucket_size_of,
-    check_complete,
-    check_main_parameters,
     plan_buckets,
-    read_checked,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, LocalParameter, fused_name, rank_parameters
+from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_optimizer_complete
+from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
+from megatron.conversion.model_space.rank_layout import Layout, in_modules, local_name, norm_key, rank_parameters
 from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory, safe_open
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     SHAPE,
@@ -47,14 +43,7 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.parallel_state import ParallelState
 
-MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-
 Stored = FileTensor | torch.Tensor
-
-
-def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
 
 
 class _Writer(NamedTuple):
@@ -80,26 +69,6 @@ class _Writer(NamedTuple):
         return rank_directory(self.tp, self.pp, layout.parallel.pp_size, ep, layout.parallel.ep_size)
 
 
-def is_legacy(directory: Path) -> bool:
-    return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
-
-
-def legacy_faults(directory: Path) -> list[str]:
-    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
-    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-    stored = COMMON(_open(first), str(first)).get("args")
-    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
-    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
-    if not args or first.parent.name not in ranks:
-        return []  # of a layout or an age that is refused when it is opened
-    names = [MODEL_FILE]
-    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
-        names.append(OPTIMIZER_FILE)
-    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
-
-
 class LegacySource:
     """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
     over, whatever it is.
@@ -108,27 +77,33 @@ class LegacySource:
     def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
         first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-        first = _open(first_file)
+        first = open_file(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
         writers = _Writer.of(layout, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout) for rank in writers}
-        files = {rank: COMMON(_open(folder / MODEL_FILE), str(folder / MODEL_FILE)) for rank, folder in folders.items()}
+        paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
+        files = {rank: COMMON(open_file(path), str(path)) for rank, path in paths.items()}
         begin = writers[0]
+        # Files record the padded vocabulary only as the number of rows per rank.
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
         vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
         self.config = stored_model(self.args, vocab_size, self.description)
         stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
-        self.unused = [f"{name} (the arguments say {_sizes(layout)})" for name in sorted(stale)]
-        self._table = PieceTable()
+        sizes = f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"
+        self.unused = [f"{name} (the arguments say {sizes})" for name in sorted(stale)]
+        self._table = CheckedTable(self.description)
         sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for rank, content in files.items():
             folder = folders[rank]
+            # What this rank holds follows from the layers; the order of its parameters from its file, since flat
+            # optimizer buffers were filled in the order of the modules.
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
+            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
-            found = _open(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
+            found = open_file(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
             for number, kind in enumerate(kinds):  # dense layers, then experts
                 own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
@@ -136,38 +111,34 @@ class LegacySource:
                     self._add_buffers(kind, where, own, rank.pp)
                 elif kind is not None and any(own):
                     self._add_states(kind, own, where)
-        add_implied_main_parameters(self._table)
-        check_main_parameters(self._table, self.description)
+        self._table.complete()
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
-        check_complete(self.tensors, self.description)
+        check_optimizer_complete(self.tensors, self.description)
         groups = param_groups(files[begin].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[begin], self.args, groups)
         if layout.parallel.ep_size == 1:
             self.training.rng = _generators({(rank.tp, rank.pp): content for rank, content in files.items()}, layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return read_checked(self._table, key, offset, shape, self.description)
+        return self._table.read(key, offset, shape)
 
     def _add_weights(
         self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
     ) -> list[list[LocalParameter]]:
         """Returns the parameters by the names and in the order of the file, which is that of the modules."""
-        models = _models(content, folder / MODEL_FILE)
+        where = folder / MODEL_FILE
+        models = _models(content, where)
         if len(models) != len(chunks):
             raise CheckpointError(f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}")
-        return [self._add_model(*pair, folder) for pair in zip(models, chunks, strict=True)]
-
-    def _add_model(
-        self, model: dict[str, Stored], parameters: list[LocalParameter], folder: Path
-    ) -> list[LocalParameter]:
-        where = folder / MODEL_FILE
-        stored = [replace(parameter, name=_stored_name(model, parameter, where)) for parameter in parameters]
-        for parameter in stored:
-            self._add_tensor(parameter.key, parameter, model[parameter.name], where)
-        extra = set(model) - {parameter.name for parameter in stored}
-        self.unused += [f"{folder.name}: {name}" for name in sorted(extra) if not name.endswith("_extra_state")]
-        place = {name: index for index, name in enumerate(model)}
-        return sorted(stored, key=lambda parameter: place[parameter.name])
+        result = []
+        for model, parameters in zip(models, chunks, strict=True):
+            stored = {name: replace(p, name=name) for p in parameters for name in [_stored_name(model, p, where)]}
+            for name, parameter in stored.items():
+                self._add_tensor(parameter.key, parameter, model[name], where)
+            extra = sorted(name for name in model.keys() - stored.keys() if not name.endswith("_extra_state"))
+            self.unused += [f"{folder.name}: {name}" for name in extra]
+            result.append([stored[name] for name in model if name in stored])
+        return result
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, where: Path) -> None:
         """A tensor of the parameter's local shape."""
@@ -259,15 +230,6 @@ def _belongs(parameter: LocalParameter, optimizer: int, apart: bool) -> bool:
     return parameter.info.trained and (not apart or parameter.info.expert == bool(optimizer))
 
 
-def _open(path: Path, *kinds: type) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
-    content = safe_open(path)
-    if not isinstance(content, kinds or dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    return content
-
-
 def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:
     """The weights of every chunk."""
     chunks = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
@@ -277,21 +239,21 @@ def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:
 
 def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
     models = _models(content, folder / MODEL_FILE)
-    if not models or _WORD_EMBEDDINGS not in models[0]:
+    if not models or WORD_EMBEDDINGS not in models[0]:
         names = ", ".join(list(models[0])[:3]) if models else "no model"
         raise CheckpointError(
-            f"{folder / MODEL_FILE} has no {_WORD_EMBEDDINGS} (it has {names}): only models of Megatron-core are read. "
+            f"{folder / MODEL_FILE} has no {WORD_EMBEDDINGS} (it has {names}): only models of Megatron-core are read. "
             "Load one of the older classes with Megatron-LM's tools/checkpoint and save it again."
         )
-    where = f"{folder / MODEL_FILE}: {_WORD_EMBEDDINGS}"
-    embedding = _tensor(models[0][_WORD_EMBEDDINGS], where)
+    where = f"{folder / MODEL_FILE}: {WORD_EMBEDDINGS}"
+    embedding = _tensor(models[0][WORD_EMBEDDINGS], where)
     return SHAPE(tuple(embedding.shape), where)[0] if embedding.shape else refuse(where, embedding, "a matrix")
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
     # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call experts.local_experts.3...
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
-    for name in (parameter.name, fused_name(parameter.name), grouped):
+    for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
         if name in model:
             return name
     raise CheckpointError(f"{where}: {parameter.name} is missing")
@@ -323,7 +285,3 @@ def _generators(files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout)
         for rank, content in files.items()
         if content.get("rng_state") is not None
     }
-
-
-def _sizes(layout: Layout) -> str:
-    return f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"

@@ -11,26 +11,24 @@ import os
 from collections import OrderedDict, defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from megatron.conversion.files import Progress, no_progress, run_jobs
+from megatron.conversion.files import Progress, no_progress, run_jobs, write_archive
 from megatron.conversion.megatron_lm.args import common_state, initial_rng_state, rng_key, stored_model
-from megatron.conversion.megatron_lm.legacy_reader import MODEL_FILE, OPTIMIZER_FILE, rank_directory
+from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import FilePlace, write_to_places
+from megatron.conversion.model_space.pieces import FilePlace, LocalBox, LocalParameter, write_to_places
 from megatron.conversion.model_space.rank_layout import (
     Layout,
-    LocalParameter,
-    has_fused_norms,
+    in_modules,
     rank_parameters,
-    with_fused_norms,
 )
 from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
-from megatron.core.durable_files import fsync_tree, naming, put_in_place, remove
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.tensor_parallel import padded_vocab_size
 
 _WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
@@ -58,8 +56,12 @@ def write_legacy(
             folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
             folder.mkdir()
             for name, content in contents.of_rank(layout, tp, pp).items():
-                for key, place in _begin_file(folder / name, content, contents.held):
-                    places[key].append(place)
+                path = folder / name
+                for slot, position in write_archive(path, content):
+                    for key, box, start in contents.held.get(slot, ()):
+                        place = position + start * slot.dtype.itemsize
+                        places[key].append(FilePlace(box.offset, box.shape, path, place))
+        # Only now is every file laid out, and a tensor that several ranks hold is read once.
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
         run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
         fsync_tree(pending)
@@ -94,21 +96,16 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     )
 
 
-class _SlotContent(NamedTuple):
-    """The local elements of `parameter`, of the tensor `key`, lie in a slot from element `first`."""
-
-    key: str
-    parameter: LocalParameter
-    first: int
-
-
 class _Contents:
-    """What the files of a rank hold, with slots in place of tensors; `held` says what goes into the slots."""
+    """What the files of a rank hold, with slots in place of tensors.
+
+    `held` says what goes into a slot: boxes of the tensor `key`, from element `start` of the slot.
+    """
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source, self._args = source, args
         self._config = stored_model(args, args["model_vocab_size"], source.description)
-        self.held: dict[TensorSlot, list[_SlotContent]] = defaultdict(list)
+        self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
@@ -116,8 +113,7 @@ class _Contents:
         """By file name."""
         args, training = self._args, self._source.training
         chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
-        if has_fused_norms(args):
-            chunks = [with_fused_norms(parameters) for parameters in chunks]
+        chunks = [in_modules(parameters, args, tp) for parameters in chunks]
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
@@ -152,8 +148,12 @@ class _Contents:
 
     def _slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
         slot = TensorSlot(self._source.tensors[key].dtype, parameter.shape)
-        self.held[slot].append(_SlotContent(key, parameter, 0))
+        self._hold(slot, key, parameter, 0)
         return slot
+
+    def _hold(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
+        """The local elements of `parameter` lie in the slot from element `first`."""
+        self.held[slot] += [(key, box, first + box.start) for box in parameter.boxes]
 
     def _buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
         """`distrib_optim.pt`: the flat optimizer state of every chunk."""
@@ -164,10 +164,9 @@ class _Contents:
             states: dict[str, Any] = {}
             for state in optimizer_states(self._source.tensors):
                 states[state] = TensorSlot(torch.float32, (sum(sizes),))
-                self.held[states[state]] = [
-                    _SlotContent(optimizer_key(state, parameter.key), parameter, sum(sizes[:bucket]) + start)
-                    for parameter, bucket, start in placed
-                ]
+                for parameter, bucket, start in placed:
+                    first = sum(sizes[:bucket]) + start
+                    self._hold(states[state], optimizer_key(state, parameter.key), parameter, first)
             dtypes = (self._source.tensors[parameters[0].key].dtype, torch.float32)
             content[index] = {dtypes: states | {"numel_unpadded": sum(sizes)}}
         return content
@@ -205,25 +204,3 @@ class _Contents:
         if note not in self.not_carried:
             self.not_carried.append(note)
         return initial_rng_state(seed, tp, pp)
-
-
-def _begin_file(
-    path: Path, content: dict[Any, Any], held: dict[TensorSlot, list[_SlotContent]]
-) -> list[tuple[str, FilePlace]]:
-    """Write all of the file but the tensors of the source; returns where these go. What nobody writes stays zero."""
-    layout = lay_out_archive(content)
-    result = []
-    with naming(path), path.open("wb") as file:
-        file.truncate(layout.size)
-        for position, fixed in layout.fixed:
-            file.seek(position)
-            file.write(fixed)
-        for slot, position in layout.places:
-            if slot.content is not None:
-                file.seek(position)
-                file.write(slot.content.view(-1).view(torch.uint8).numpy().tobytes())
-            for key, parameter, first in held.get(slot, ()):
-                for box in parameter.boxes:
-                    start = position + (first + box.start) * slot.dtype.itemsize
-                    result.append((key, FilePlace(box.offset, box.shape, path, start)))
-    return result

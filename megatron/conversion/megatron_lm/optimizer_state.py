@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import PieceTable, bits
-from megatron.conversion.model_space.rank_layout import LocalParameter
+from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, bits
 from megatron.conversion.model_space.source import (
-    ADAM,
     OPTIMIZER_STATES,
-    SGD,
     Shape,
-    TensorInfo,
     optimizer_key,
     optimizer_states,
+    split_key,
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.utils import round_up
@@ -46,6 +43,7 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
     end = 0  # of the last parameter, in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
+        # The tied embedding is reduced separately, so Megatron-LM closes the bucket before it and after it.
         if parameter.info.shared_embedding and start > 0:
             sizes.append(start)
             start = 0
@@ -62,7 +60,7 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
 def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str) -> list[Placed]:
     """Where each parameter lies, given the unpadded sizes of the buckets.
 
-    The sizes tell where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
+    The sizes show where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
     """
     placed: list[Placed] = []
     bucket, end = 0, 0  # end of the last parameter in the open bucket
@@ -114,70 +112,54 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
         )
 
 
-def add_implied_main_parameters(table: PieceTable) -> None:
-    """An fp32 model without the distributed optimizer stores no main parameters: they are the weights."""
-    states = [state for state in optimizer_states(table.tensors) if state != "param"]
-    for key, info in list(table.tensors.items()):
-        main = optimizer_key("param", key)
-        has_state = any(optimizer_key(state, key) in table.tensors for state in states)
-        if has_state and main not in table.tensors and info.dtype == torch.float32:
-            table.alias(main, key)
+class CheckedTable(PieceTable):
+    """Pieces of weights and optimizer state whose main parameters, rounded, must be the weights, to the bit.
 
-
-def is_trained(key: str) -> bool:
-    """Whether the optimizer knows the parameter: the bias of a router follows the load."""
-    return not key.endswith(".router.expert_bias")
-
-
-def check_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """Every parameter has all of its optimizer state, of its shape, or none has any.
-
-    Raises CheckpointError naming what is missing or of another shape.
+    This proves that flat buffers were cut where they had been joined: a buffer does not record which element belongs to
+    which parameter, and Megatron-core up to 0.19.2 shifts the parameters of fully_reshardable state behind a padded
+    bucket. Training would continue with the moments of other parameters.
     """
-    shapes = {key: info.shape for key, info in tensors.items() if not key.startswith("optimizer.") and is_trained(key)}
-    found = optimizer_states(tensors)
-    states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
-    wanted = {optimizer_key(state, key): shape for key, shape in shapes.items() for state in states}
-    missing = [key for key in wanted if key not in tensors]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}")
-    for key, shape in wanted.items():
-        if key in tensors and tensors[key].shape != shape:
-            raise CheckpointError(f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}")
 
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+        self._implied: set[str] = set()  # main parameters that are the weights themselves
 
-def check_main_parameters(table: PieceTable, where: str) -> None:
-    """A first look at the opening: the beginning and the end of every piece of the main parameters."""
-    for key in [key for key in table.tensors if not key.startswith("optimizer.")]:
-        main = optimizer_key("param", key)
-        for piece in table.pieces(main) if main in table.tensors and main not in table.aliases else ():
+    def complete(self) -> None:
+        """Call when all pieces are added: adds implied main parameters, and checks both ends of every stored piece."""
+        moments = [state for state in optimizer_states(self.tensors) if state != "param"]
+        for key in [key for key in self.tensors if not key.startswith("optimizer.")]:
+            main, dtype = optimizer_key("param", key), self.tensors[key].dtype
+            has_state = any(optimizer_key(state, key) in self.tensors for state in moments)
+            if main in self.tensors:
+                self._check_ends(main)
+            elif has_state and dtype == torch.float32:
+                # An fp32 model without the distributed optimizer stores no main parameters.
+                self.tensors[main], self.pieces[main] = self.tensors[key], self.pieces[key]
+                self._implied.add(main)
+
+    def _check_ends(self, main: str) -> None:
+        for piece in self.pieces[main].values():
             if piece.shape:
                 shape = (1,) * (len(piece.shape) - 1) + (min(_SAMPLE, piece.shape[-1]),)
                 end = tuple(o + n - m for o, n, m in zip(piece.offset, piece.shape, shape, strict=True))
                 for offset in sorted({piece.offset, end}):
-                    read_checked(table, main, offset, shape, where)
+                    self.read(main, offset, shape)
 
-
-def read_checked(table: PieceTable, key: str, offset: Shape, shape: Shape, where: str) -> torch.Tensor:
-    """The box of `key`; main parameters, rounded, must be the weights, to the bit.
-
-    That proves that flat buffers were cut where they were joined, and that the files mean what they say: a buffer does
-    not tell which element belongs to which parameter, and Megatron-core up to 0.19.2 shifts the parameters of
-    fully_reshardable state behind a padded bucket. Training would go on with the moments of other parameters.
-    Raises CheckpointError naming the parameter, the reason and the way out.
-    """
-    value = table.read(key, offset, shape)
-    parameter = key.removeprefix(optimizer_key("param", ""))
-    if parameter == key or key in table.aliases or parameter not in table.tensors:
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """The box of `key`. Raises CheckpointError where a main parameter is not the weight."""
+        value = super().read(key, offset, shape)
+        parameter, state = split_key(key)
+        if state != "param" or key in self._implied or parameter not in self.tensors:
+            return value
+        weight = super().read(parameter, offset, shape)
+        if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
+            raise CheckpointError(
+                f"{self._where}: the main parameter of {parameter} at {offset} is not the stored weight, so the "
+                "optimizer state is that of other parameters. Either Megatron-core wrote it wrongly (its "
+                "fully_reshardable form, up to 0.19.2, where buckets end in padding), or flat buffers were filled by "
+                "other arguments than the stored ones. Take the weights alone (--no-optim of convert.py, "
+                "--no-load-optim of a run), or another save of that run (--ckpt-format torch, or torch_dist without "
+                "--dist-ckpt-optim-fully-reshardable)"
+            )
         return value
-    weight = table.read(parameter, offset, shape)
-    if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
-        raise CheckpointError(
-            f"{where}: the main parameter of {parameter} at {offset} is not the stored weight, so the optimizer state "
-            "is that of other parameters. Either Megatron-core wrote it wrongly (its fully_reshardable form, up to "
-            "0.19.2, where buckets end in padding), or flat buffers were filled by other arguments than the stored "
-            "ones. Take the weights alone (--no-optim of convert.py, --no-load-optim of a run), or another save of "
-            "that run (--ckpt-format torch, or torch_dist without --dist-ckpt-optim-fully-reshardable)"
-        )
-    return value

@@ -18,34 +18,31 @@ from megatron.conversion.megatron_lm.args import (
 )
 from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
 from megatron.conversion.megatron_lm.optimizer_state import (
-    add_implied_main_parameters,
-    check_complete,
-    check_main_parameters,
+    CheckedTable,
     fit_buckets,
-    read_checked,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_tensors
-from megatron.conversion.model_space.pieces import PieceTable, ReadFlat, StoredPiece, region_of_flat
+from megatron.conversion.model_space.model import (
+    WORD_EMBEDDINGS,
+    check_optimizer_complete,
+    check_parameters,
+    model_tensors,
+)
+from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import (
     Layout,
-    LocalParameter,
-    fused_name,
-    has_fused_norms,
+    in_modules,
+    norm_key,
     rank_parameters,
-    with_fused_norms,
 )
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, TensorInfo, TrainingState, optimizer_key
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,
-    is_complete,
     load_common,
-    missing_or_truncated,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 
-COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
+_COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
@@ -54,15 +51,10 @@ _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
-def is_torch_dist(directory: Path) -> bool:
-    return (directory / METADATA).is_file()
-
-
-def torch_dist_faults(directory: Path) -> list[str]:
-    """Files that are missing or shorter than when the checkpoint was committed."""
-    if not is_complete(directory):
-        return [f"{METADATA_JSON} is missing"]
-    return missing_or_truncated(directory)
+def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict[str, Any]:
+    """What stands beside the tensors: `common.pt`, or an object in newer Megatron-LM."""
+    common = load_common(directory, verify=verify)
+    return reader.read_object(_COMMON_STATE) if not common and _COMMON_STATE in reader.metadata.objects else common
 
 
 class TorchDistSource:
@@ -80,14 +72,12 @@ class TorchDistSource:
                 f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {next(iter(stored.tensors))}) "
                 "is not read here: save that run with --ckpt-format torch_dist"
             )
-        common = load_common(directory, verify=verify)
-        if not common and COMMON_STATE in stored.objects:
-            common = self._reader.read_object(COMMON_STATE)
+        common = stored_common(self._reader, directory, verify)
         if "args" not in common and is_bridge(directory):
             common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []
-        self._table = PieceTable()
+        self._table = CheckedTable(self.description)
         self._num_layers = int(self.args["num_layers"])
         buckets = {_bucket_of(key): key for key in stored.tensors if _BUCKET.fullmatch(key)} if optimizer else {}
         if optimizer:
@@ -96,7 +86,8 @@ class TorchDistSource:
             if not (key.startswith(("optimizer.", "chained_")) if not optimizer else _BUCKET.fullmatch(key)):
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
-            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT that we know")
+            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT model")
+        # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
         self.args["model_vocab_size"] = rows
         self.config = stored_model(self.args, rows, self.description)
@@ -104,8 +95,7 @@ class TorchDistSource:
         if buckets:
             self._add_buckets(buckets)
             groups = groups or self._groups_of_buckets()
-        add_implied_main_parameters(self._table)
-        check_main_parameters(self._table, self.description)
+        self._table.complete()
         self.training: TrainingState | None = training_state(common, self.args, groups)
         rng = [key for key in stored.objects if key.startswith("rng_state/")]
         self.training.rng = {key: self._object_reader(key) for key in rng}
@@ -113,7 +103,7 @@ class TorchDistSource:
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return read_checked(self._table, key, offset, shape, self.description)
+        return self._table.read(key, offset, shape)
 
     def _object_reader(self, key: str) -> Callable[[], Any]:
         return lambda: self._reader.read_object(key)
@@ -121,7 +111,7 @@ class TorchDistSource:
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
-        name = fused_name(match[2] if match else key)
+        name = norm_key(match[2] if match else key, self._reader.metadata.tensors)
         state = match[1].replace("fp32_param", "param") if match else None
         stored = self._reader.metadata.tensors[key]
         reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
@@ -168,6 +158,7 @@ class TorchDistSource:
         for group, (tp, pp) in enumerate(layout.ranks):
             where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
+                parameters = in_modules(parameters, self.args, tp)
                 dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
                 self._add_chunk(buckets, (0, group, chunk), dense, where)
         for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
@@ -186,10 +177,9 @@ class TorchDistSource:
         """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
         if not parameters:
             return
-        if has_fused_norms(self.args):
-            parameters = with_fused_norms(parameters)
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
+            # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.
             while (*place, len(keys), state) in buckets:
                 keys.append(buckets.pop((*place, len(keys), state)))
             self._add_buffer(state, keys, parameters, where)
@@ -224,7 +214,7 @@ class TorchDistSource:
         self.unused += sorted(set(self.tensors) - known)
         self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
-        check_complete(self.tensors, str(directory))
+        check_optimizer_complete(self.tensors, str(directory))
 
 
 def _bucket_of(key: str) -> tuple[int, int, int, int, str]:

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from megatron.conversion.files import Progress, no_progress
-from megatron.conversion.megatron_lm.args import ASKED_FOR, common_state, extra_states, stored_model
+from megatron.conversion.megatron_lm.args import (
+    ASKED_FOR,
+    common_state,
+    extra_states,
+    in_chain,
+    stored_model,
+    with_asked_for,
+)
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject, ShardedStateDict, ShardedTensor, save
@@ -59,7 +66,13 @@ class StackedLayers:
 def stacked_key(key: str, num_layers: int) -> str:
     """The key of a layer's object as a place in the grid of all layers."""
     match = _LAYER.fullmatch(key)
-    return key if match is None else (match[1] + match[3]).replace("shard_0_1", f"shard_{match[2]}_{num_layers}")
+    if match is None:
+        return key
+    module, _, grid = (match[1] + match[3]).rpartition("/shard_")
+    if grid == "0_1":
+        return f"{module}/shard_{match[2]}_{num_layers}"
+    expert, _, experts = grid.partition("_")
+    return f"{module}/shard_{match[2]}.{expert}_{num_layers}.{experts}"
 
 
 def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
@@ -80,9 +93,10 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
 
 
 def _extra_states(source: Source) -> ShardedStateDict:
+    experts = int(source.args.get("num_experts") or 0)
     if not isinstance(source, StackedLayers):
-        return {**extra_states(source.tensors)}
-    entries = extra_states(source.by_layer).values()
+        return {**extra_states(source.tensors, experts)}
+    entries = extra_states(source.by_layer, experts).values()
     keys = [stacked_key(entry.key, source.num_layers) for entry in entries]
     return {key: ShardedObject(key, entry.value) for key, entry in zip(keys, entries, strict=True)}
 
@@ -92,11 +106,11 @@ def _common(source: Source) -> dict[str, Any]:
     training = source.training
     weights = source.tensors[WORD_EMBEDDINGS]
     config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
+    # Defaults first, then the model, then what the source says: None in the source must not hide a default.
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
-    args = ASKED_FOR | config | {"params_dtype": weights.dtype} | told
+    del config["transformer_impl"]  # nothing is computed here
+    args = with_asked_for(config | {"params_dtype": weights.dtype} | told)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    if args["transformer_impl"] == "local":
-        args["no_persist_layer_norm"] = True  # torch's norms, which local layers take without Apex, refuse the other
     # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
     args["no_save_optim"] = training is None or training.param_groups is None
     args["no_save_rng"] = training is None or not training.rng
@@ -107,7 +121,8 @@ def _common(source: Source) -> dict[str, Any]:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
             optimizer["grad_scaler"] = training.grad_scaler
-        common["optimizer"] = optimizer | {"param_state_sharding_type": "fully_reshardable"}
+        optimizer["param_state_sharding_type"] = "fully_reshardable"
+        common["optimizer"] = in_chain(optimizer, args)
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
     return common

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.source import ARGUMENTS, Shape, Source, TensorInfo
+from megatron.conversion.model_space.source import (
+    ADAM,
+    ARGUMENTS,
+    SGD,
+    Shape,
+    Source,
+    TensorInfo,
+    flag_name,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.buffer_plan import ParamSpec
@@ -22,12 +32,6 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
-
-
-def flag_name(argument: str) -> str:
-    """The command-line spelling of an argument, for messages."""
-    names = _FIELDS[argument].metadata["flags"] if argument in _FIELDS else ()
-    return names[0] if names else "--" + argument.replace("_", "-")
 
 
 def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,10 +54,11 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     """
     for name in _REQUIRED:
         if not args.get(name):
-            raise ValueError(f"{description} does not tell {name}: give {flag_name(name)}")
+            raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     ARGUMENTS(known, description)
-    return TransformerConfig(**{**known, "vocab_size": vocab_size})
+    # Its shapes alone are wanted, whatever computed it.
+    return TransformerConfig(**{**known, "vocab_size": vocab_size, "transformer_impl": "local", "fp8": None})
 
 
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
@@ -83,6 +88,29 @@ def check_parameters(
             raise CheckpointError(f"{where}: {key} has shape {found}, its arguments make it {shape}")
 
 
+def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
+    """Every trained parameter has all of its optimizer state, of its shape, or none has any.
+
+    Raises CheckpointError naming what is missing or of another shape.
+    """
+    found = optimizer_states(tensors)
+    states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
+    parameters = [key for key in tensors if not key.startswith("optimizer.") and is_trained(key)]
+    wanted = {optimizer_key(state, key): tensors[key].shape for key in parameters for state in states}
+    missing = [key for key in wanted if key not in tensors]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}")
+    for key, shape in wanted.items():
+        if tensors[key].shape != shape:
+            raise CheckpointError(f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}")
+
+
+def is_trained(key: str) -> bool:
+    """Whether the optimizer knows the parameter: the bias of a router follows the load."""
+    return not key.endswith(".router.expert_bias")
+
+
 def resolved(config: TransformerConfig) -> dict[str, Any]:
     """The arguments whose defaults follow from others, as the model has them."""
     values = {field.name: getattr(config, field.name) for field in deciding_fields() if field.default is None}
@@ -96,6 +124,7 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one of each is enough.
     Raises ValueError for impossible sizes.
     """
+    # Building all layers of a large model takes minutes, even on the meta device.
     pattern = config.moe_layer_pattern
     first = {kind: pattern.index(kind) for kind in set(pattern)}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from megatron.conversion.files import Progress, write_at
 from megatron.conversion.model_space.source import Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
+from megatron.core.distributed.buffer_plan import ParamSpec
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
@@ -28,32 +30,41 @@ class StoredPiece(NamedTuple):
     read: ReadRegion
 
 
+@dataclass(frozen=True)
+class LocalBox:
+    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+
+
+@dataclass(frozen=True)
+class LocalParameter(ParamSpec):
+    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
+
+    key: str
+    global_shape: Shape
+    boxes: tuple[LocalBox, ...]
+
+
 class PieceTable:
     """Pieces by key; where several hold the same elements the first is read."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}
-        self.aliases: set[str] = set()  # keys that name the elements of another
-        self._pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}
+        self.pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}  # by key, then by box
 
     def add(self, key: str, info: TensorInfo, piece: StoredPiece) -> None:
         """Raises ValueError when pieces disagree about the tensor."""
         known = self.tensors.setdefault(key, info)
         if known != info:
             raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
-        self._pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
-
-    def alias(self, key: str, of: str) -> None:
-        """`key` is the tensor `of` by another name."""
-        self.tensors[key], self._pieces[key] = self.tensors[of], self._pieces[of]
-        self.aliases.add(key)
-
-    def pieces(self, key: str) -> list[StoredPiece]:
-        return list(self._pieces[key].values())
+        self.pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element."""
-        return paste(self.pieces(key), offset, shape, self.tensors[key].dtype, key)
+        return paste(list(self.pieces[key].values()), offset, shape, self.tensors[key].dtype, key)
 
 
 def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
@@ -65,6 +76,7 @@ def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: tor
         if common is None:
             continue
         part = piece.read(common.in_first, common.shape)
+        # Most boxes lie within one piece, and need no copy.
         if common.shape == shape:
             return part
         if whole is None:

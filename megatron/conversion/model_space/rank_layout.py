@@ -10,26 +10,27 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_config
-from megatron.conversion.model_space.source import RANKS, Shape, Source
+from megatron.conversion.model_space.pieces import LocalBox, LocalParameter
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, RANKS, Source, optimizer_key, split_key
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import NORM_KEYS
 
-# Megatron-LM's argument -> that of `pipeline_layer_ranges`.
-RULES = {
+# How stages may differ: Megatron-LM's argument -> that of `pipeline_layer_ranges`.
+SPLITS = {
+    "decoder_first_pipeline_num_layers": "first_stage_layers",
+    "decoder_last_pipeline_num_layers": "last_stage_layers",
     "account_for_embedding_in_pipeline_split": "account_for_embedding",
     "account_for_loss_in_pipeline_split": "account_for_loss",
     "pipeline_model_parallel_layout": "layout",
@@ -42,65 +43,46 @@ class Layout:
 
     parallel: ParallelConfig
     stages: tuple[tuple[range, ...], ...]
-    first_stage_layers: int | None = None  # where they differ from the others'
-    last_stage_layers: int | None = None
-    rules: Mapping[str, Any] = field(default_factory=dict)  # others of `pipeline_layer_ranges`
+    splits: Mapping[str, Any]  # those of SPLITS that are in use
 
     @classmethod
-    def of(
-        cls,
-        num_layers: int,
-        tp: int,
-        pp: int,
-        vpp: int = 1,
-        first: int | None = None,
-        last: int | None = None,
-        **rules: Any,
-    ) -> Layout:
-        """Raises ValueError where the layers cannot be split like that; `rules` as in `pipeline_layer_ranges`."""
+    def of(cls, num_layers: int, tp: int, pp: int, vpp: int = 1, args: Mapping[str, Any] | None = None) -> Layout:
+        """`args` may hold SPLITS, among others. Raises ValueError where the layers cannot be split like that."""
         RANKS(tp * pp, f"{tp} x {pp} ranks")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
-        stages = pipeline_layer_ranges(num_layers, pp, vpp, first, last, **rules)
-        return cls(parallel, tuple(tuple(chunks) for chunks in stages), first, last, rules)
+        splits = {name: args[name] for name in SPLITS if args.get(name)} if args else {}
+        rules: dict[str, Any] = {SPLITS[name]: value for name, value in splits.items()}
+        stages = pipeline_layer_ranges(num_layers, pp, vpp, **rules)
+        return cls(parallel, tuple(tuple(chunks) for chunks in stages), splits)
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
         """The layout that a Megatron-LM Namespace records."""
-        layout = cls.of(
-            args["num_layers"],
-            args.get("tensor_model_parallel_size") or 1,
-            args.get("pipeline_model_parallel_size") or 1,
-            args.get("virtual_pipeline_model_parallel_size") or 1,
-            args.get("decoder_first_pipeline_num_layers"),
-            args.get("decoder_last_pipeline_num_layers"),
-            **{rule: args[name] for name, rule in RULES.items() if args.get(name)},
-        )
+        kinds = ("tensor", "pipeline", "virtual_pipeline")
+        tp, pp, vpp = (args.get(f"{kind}_model_parallel_size") or 1 for kind in kinds)
+        layout = cls.of(args["num_layers"], tp, pp, vpp, args)
         if (args.get("num_experts") or 0) <= 1:
             return layout
         ep, etp = (args.get(f"expert_{axis}_parallel_size") for axis in ("model", "tensor"))
         RANKS((ep or 1) * (etp or 1), f"{ep} x {etp} ranks of experts")
-        sizes: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
-        return replace(layout, parallel=replace(layout.parallel, **sizes))
+        of_experts: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
+        return replace(layout, parallel=replace(layout.parallel, **of_experts))
 
     def arguments(self) -> dict[str, Any]:
         """What `from_args` reads: a layout in Megatron-LM's arguments."""
-        tp, pp, vpp = self.parallel.tp_size, self.parallel.pp_size, self.parallel.vpp_size
+        parallel, chunks = self.parallel, self.parallel.vpp_size if self.parallel.vpp_size > 1 else None
         return {
-            "tensor_model_parallel_size": tp,
+            "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
-            "expert_tensor_parallel_size": self.parallel.etp_size,
-            "expert_model_parallel_size": self.parallel.ep_size,
-            "pipeline_model_parallel_size": pp,
-            "transformer_pipeline_model_parallel_size": pp,
-            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "expert_tensor_parallel_size": parallel.etp_size,
+            "expert_model_parallel_size": parallel.ep_size,
+            "pipeline_model_parallel_size": parallel.pp_size,
+            "transformer_pipeline_model_parallel_size": parallel.pp_size,
+            "virtual_pipeline_model_parallel_size": chunks,
             "num_layers_per_virtual_pipeline_stage": None,
-            "num_virtual_stages_per_pipeline_rank": vpp if vpp > 1 else None,
-            "decoder_first_pipeline_num_layers": self.first_stage_layers,
-            "decoder_last_pipeline_num_layers": self.last_stage_layers,
-            "account_for_embedding_in_pipeline_split": bool(self.rules.get("account_for_embedding")),
-            "account_for_loss_in_pipeline_split": bool(self.rules.get("account_for_loss")),
-            "pipeline_model_parallel_layout": self.rules.get("layout"),
+            "num_virtual_stages_per_pipeline_rank": chunks,
+            **{name: self.splits.get(name, False if name.startswith("account_") else None) for name in SPLITS},
         }
 
     @property
@@ -115,24 +97,6 @@ class Layout:
         return [(etp, ep, pp) for pp, ep, etp in itertools.product(*map(range, sizes))]
 
 
-@dataclass(frozen=True)
-class LocalBox:
-    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
-
-    offset: Shape
-    shape: Shape
-    start: int
-
-
-@dataclass(frozen=True)
-class LocalParameter(ParamSpec):
-    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
-
-    key: str
-    global_shape: Shape
-    boxes: tuple[LocalBox, ...]
-
-
 def rank_parameters(
     config: TransformerConfig,
     layout: Layout,
@@ -145,6 +109,7 @@ def rank_parameters(
 
     `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are.
     """
+    # The ranks of dense layers do not depend on how experts are spread, so they need no world with room for both.
     dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     world = dense.tp_size * dense.pp_size
     ps = ParallelState.for_rank(dense, world, tp_rank + dense.tp_size * pp_rank)
@@ -207,41 +172,69 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
     return result
 
 
-def fused_name(name: str) -> str:
-    """A parameter's name in Transformer Engine's modules, whose norms belong to the projections that follow them."""
-    for local, fused in NORM_KEYS.items():
-        name = name.replace("." + local, "." + fused)
+# Norms by their names in Megatron-core's local modules and, as part of the projection that follows, in ours and
+# Transformer Engine's. Those that no single projection follows (before experts, before latent attention) stand by
+# themselves in all of them, but Megatron-core writes that before experts under the fused name from local modules.
+_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+
+
+def norm_key(name: str, names: Container[str]) -> str:
+    """The key of a norm's parameter that goes by either of its names; others are their own. `names`: all weights."""
+    for local, fused in _NORMS.items():
+        before, found, part = name.partition("." + local if "." + local in name else "." + fused)
+        if found:
+            projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
+            return f"{before}.{fused if projection in names else local}{part}"
     return name
 
 
-def with_fused_norms(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
-    """A chunk's parameters by the names and in the order of Transformer Engine's modules.
+def local_name(name: str) -> str:
+    """The name of a parameter in Megatron-core's local modules, which have no fused norms."""
+    for local, fused in _NORMS.items():
+        name = name.replace("." + fused, "." + local)
+    return name
 
-    A fused norm comes directly before the weight of its projection, so linear_proj comes before input_layernorm.
+
+def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
+    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the modules of a Megatron-LM
+    run with these arguments had: ours, which are Transformer Engine's, or Megatron-core's local ones.
+
+    These have the norm before attention in front of linear_proj, those within latent attention behind its projections,
+    and what its queries, keys and values come from split over TP, too.
     """
-    names = {parameter.name for parameter in parameters}
+    if has_fused_norms(args):
+        return list(parameters)
+    tp_size = args.get("tensor_model_parallel_size") or 1
+    renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
+    place: dict[str, float] = {parameter.name: index for index, parameter in enumerate(renamed)}
 
-    def fused(name: str) -> str:
-        """The norm before a layer with experts has no projection to belong to."""
-        new = fused_name(name)
-        return new if new.replace(".layer_norm_bias", ".weight").replace(".layer_norm_", ".") in names else name
+    def order(parameter: LocalParameter) -> float:
+        before, norm, _ = parameter.name.partition("input_layernorm.")
+        if norm:
+            return place[f"{before}self_attention.linear_proj.weight"] - 0.5
+        before, norm, _ = parameter.name.partition("_layernorm.")
+        latent = f"{before.rpartition('.')[0]}.linear_kv_up_proj.weight"
+        if norm and latent in place:
+            return place[latent] + (0.25 if before.endswith(".q") else 0.5)
+        return place[parameter.name]
 
-    renamed = [replace(parameter, name=fused(parameter.name)) for parameter in parameters]
-    place = {parameter.name: index for index, parameter in enumerate(renamed)}
+    renamed.sort(key=order)
+    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in renamed]
 
-    def order(parameter: LocalParameter) -> tuple[int, bool, int]:
-        module, own = parameter.name.rpartition(".")[0], place[parameter.name]
-        return place.get(f"{module}.weight", own), ".layer_norm_" not in parameter.name, own
 
-    return sorted(renamed, key=order)
+def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
+    (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
+    return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 
 
 def has_fused_norms(args: Mapping[str, Any]) -> bool:
     """Whether a run of Megatron-LM with these arguments used Transformer Engine's modules, its default."""
     return args.get("transformer_impl", "transformer_engine") != "local"
-
-
-_STATES = ("param", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True)
@@ -263,7 +256,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
     """
     if WORD_EMBEDDINGS not in source.tensors:
-        raise ValueError(f"{source.description} has no {WORD_EMBEDDINGS}: it is no model that we know")
+        raise ValueError(f"{source.description} has no {WORD_EMBEDDINGS}: it is not a GPT model")
     config = model_config(source.args, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
     plans = []
     for tp, pp in layout.ranks:
@@ -275,8 +268,10 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
         parts: dict[str, dict[str, int]] = {}
         for key, numel in numels.items():
             part = parts.setdefault(part_of(key), {"weights": 0, "optimizer": 0})
-            part["weights"] += _stored_bytes(source, {key: numel}, [""])
-            part["optimizer"] += _stored_bytes(source, {key: numel}, [f"optimizer.state.{s}." for s in _STATES])
+            for stored in (key, *(optimizer_key(state, key) for state in OPTIMIZER_STATES)):
+                if stored in source.tensors:
+                    kind = "weights" if stored == key else "optimizer"
+                    part[kind] += numel * source.tensors[stored].dtype.itemsize
         weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
         plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
     return plans
@@ -284,19 +279,9 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
 
 def part_of(key: str) -> str:
     """The part of the model that a tensor of this name belongs to, for people: `layer 3`, `embedding`."""
-    name = key.removeprefix("optimizer.state.").partition(".")[2] if key.startswith("optimizer.state.") else key
+    name, _ = split_key(key)
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer is not None:
         return f"layer {layer[1]}"
     named = {"embedding": "embedding", "output_layer": "output layer", "decoder.final_layernorm": "final norm"}
     return next((text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0])
-
-
-def _stored_bytes(source: Source, numels: dict[str, int], prefixes: list[str]) -> int:
-    """Of `numels` elements of each key, under those of the prefixes that the source has."""
-    total = 0
-    for key, numel in numels.items():
-        for prefix in prefixes:
-            info = source.tensors.get(prefix + key)
-            total += 0 if info is None else numel * info.dtype.itemsize
-    return total

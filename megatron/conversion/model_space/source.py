@@ -79,41 +79,37 @@ MODEL_ARGUMENTS = {name: _check_of(kind) for name, kind in typing.get_type_hints
     "num_layers": optional(LAYERS),
     "rotary_base": optional(number(1, 1e15)),
 }
+
+
+def _fields(check: Check, names: str) -> dict[str, Check]:
+    return {f"{name}?": optional(check) for name in names.split()}
+
+
 _RUN: dict[str, Check] = {
     "num_experts?": optional(_check_of(int | list[int])),  # Megatron-DeepSpeed has a list
-    "consumed_train_samples?": optional(COUNT),
-    "consumed_valid_samples?": optional(COUNT),
-    "model_vocab_size?": optional(SIZE),
-    "seq_length?": optional(SIZE),
-    "null_tokenizer_eod_id?": optional(SIZE),
-    **{
-        f"{name}?": optional(RANKS)
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "data_parallel_size",
-            "context_parallel_size",
-        )
-    },
-    **{f"decoder_{end}_pipeline_num_layers?": optional(LAYERS) for end in ("first", "last")},
-    **{f"{name}?": optional(text()) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")},
     "special_tokens?": optional(sequence(text(256), 10_000)),
-    "legacy_tokenizer?": optional(boolean),
-    "tiktoken_pattern?": optional(text(8)),
-    "tiktoken_num_special_tokens?": optional(SIZE),
-    **{f"{name}?": optional(SIZE) for name in ("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets")},
-    "train_data_fingerprint?": optional(text()),
+    **_fields(COUNT, "consumed_train_samples consumed_valid_samples"),
+    **_fields(SIZE, "model_vocab_size seq_length null_tokenizer_eod_id tiktoken_num_special_tokens"),
+    **_fields(SIZE, "make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets"),
+    **_fields(RANKS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"),
+    **_fields(RANKS, "data_parallel_size context_parallel_size"),
+    **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
+    **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"),
+    **_fields(text(8), "tiktoken_pattern"),
+    **_fields(boolean, "legacy_tokenizer"),
 }
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
+
+def flag_name(argument: str) -> str:
+    """The command-line spelling of an argument, for messages."""
+    names = TransformerConfig.__dataclass_fields__[argument].metadata["flags"] if argument in MODEL_ARGUMENTS else ()
+    return names[0] if names else "--" + argument.replace("_", "-")
+
+
 PARAM_GROUP = record(
     {
-        "step?": optional(scalar),
-        **{
-            f"{name}?": optional(scalar)
-            for name in ("lr", "max_lr", "min_lr", "wd_mult", "lr_mult", "weight_decay", "eps", "momentum")
-        },
+        **_fields(scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
         "betas?": optional(sequence(number(), 2, least=2)),
         "params?": sequence(anything),
     }
@@ -179,7 +175,6 @@ COMMON = record(
     }
 )
 
-
 Shape = tuple[int, ...]
 
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
@@ -190,6 +185,14 @@ OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
 def optimizer_key(state: str, parameter: str) -> str:
     assert state in OPTIMIZER_STATES, state
     return f"optimizer.state.{state}.{parameter}"
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """The parameter that a key belongs to, and its optimizer state; None for the parameter itself."""
+    if not key.startswith("optimizer.state."):
+        return key, None
+    state, _, parameter = key.removeprefix("optimizer.state.").partition(".")
+    return parameter, state
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:

@@ -128,18 +128,17 @@ class GPTDatasetConfig:
     """Threads that open data sets and build their indices when there are several."""
 
     fim_data: bool = flag(False)
-    """Fill in the middle: tell documents in another order, by the flags below (Bavarian et al. 2022). Not those of
-    --mock-data."""
+    """Fill in the middle: reorder documents by the flags below (Bavarian et al. 2022), except those of --mock-data."""
     fim_rate: float = flag(0.5)
     """Share of documents that are reordered."""
     fim_spm_rate: float = flag(0.5)
     """Share of those that begin with the suffix (SPM) and not with the prefix (PSM)."""
     fim_split_sample: str | None = flag(None)
-    """A token that cuts documents into fragments, each of which is reordered by itself."""
+    """A token that cuts documents into fragments, each of which is reordered on its own."""
     fim_fragment_rate: float | None = flag(None)
     """Share of the fragments of a document of --fim-rate that are reordered."""
     fim_no_prefix: str | None = flag(None)
-    """Leave documents and fragments alone whose text begins so."""
+    """Leave documents and fragments alone whose text begins with this."""
     fim_prefix_token: str = flag("<fim_prefix>")
     """Token before the prefix."""
     fim_middle_token: str = flag("<fim_middle>")
@@ -183,7 +182,6 @@ class GPTDatasetConfig:
         if self.fim_data and self.fim_split_sample is not None and self.fim_fragment_rate is None:
             yield f"--fim-split-sample {self.fim_split_sample} needs --fim-fragment-rate"
         try:
-            self._check_sources()
             self.split_intervals()  # malformed options raise now, before any process group exists
             self.sources()
         except ValueError as error:
@@ -198,77 +196,59 @@ class GPTDatasetConfig:
     def extra_tokens(self) -> int:
         return int(self.add_extra_token_to_sequence)
 
-    def _common_source(self) -> str | None:
-        return _only_one({"--data-path": self.data_path, "--data-args-path": self.data_args_path})
-
-    def _per_split_source(self) -> str | None:
-        paths = {f"--{split}-data-path": path for split, path in self._split_paths().items() if path is not None}
-        return _only_one({"/".join(paths): paths or None, "--per-split-data-args-path": self.per_split_data_args_path})
-
-    def _check_sources(self) -> None:
-        mock = "--mock-data" if self.mock_data else None
-        given = [source for source in (mock, self._common_source(), self._per_split_source()) if source is not None]
+    def sources(self) -> dict[Split, tuple[Blend, Fractions]]:
+        """For each split with data: its blend and the part of each member's sequences it reads. Empty for mock data."""
+        paths: dict[Split, list[str] | None]
+        paths = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
+        own = {split: path for split, path in paths.items() if path is not None}
+        ways = {
+            "--mock-data": self.mock_data or None,
+            "--data-path": self.data_path,
+            "--data-args-path": self.data_args_path,
+            "/".join(f"--{split}-data-path" for split in own): own or None,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+        }
+        given = [name for name, value in ways.items() if value is not None]
         if not given:
             raise ValueError(
                 "no data: give --data-path, --train-data-path (and --valid-, --test-data-path) or --mock-data"
             )
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: each of them says where all data comes from")
-        if self.split is not None and self._per_split_source() is not None:
+        if self.mock_data:
+            return {}
+        if self.data_path is not None or self.data_args_path is not None:
+            words, flag_name = self.data_path, "--data-path"
+            if self.data_args_path is not None:
+                words, flag_name = _read_text(self.data_args_path, "--data-args-path").split(), self.data_args_path
+            assert words is not None
+            blend = parse_blend(words, flag_name)
+            return {split: (blend, part) for split, part in self.split_intervals().items()}
+        if self.split is not None:
             raise ValueError(
                 f"--split {self.split} divides --data-path; {given[0]} already names the data of each split"
             )
-
-    def _split_paths(self) -> dict[Split, list[str] | None]:
-        return {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
-
-    def sources(self) -> dict[Split, tuple[Blend, Fractions]]:
-        """For each split with data: its blend and the part of each member's sequences it reads. Empty for mock data."""
-        if self.mock_data:
-            return {}
-        if self._per_split_source() is not None:
-            return {split: (blend, (0.0, 1.0)) for split, blend in self._per_split_blends().items()}
-        if self.data_args_path is not None:
-            blend = parse_blend(_read_text(self.data_args_path, "--data-args-path").split(), self.data_args_path)
-        else:
-            assert self.data_path is not None
-            blend = parse_blend(self.data_path, "--data-path")
-        return {split: (blend, part) for split, part in self.split_intervals().items()}
+        if self.per_split_data_args_path is not None:
+            own = _read_lists(self.per_split_data_args_path)
+        return {split: (parse_blend(path, f"{given[0]} ({split})"), (0.0, 1.0)) for split, path in own.items()}
 
     def split_intervals(self) -> dict[Split, Fractions]:
         """The part of the data of every split that --split gives a share."""
         intervals = parse_split(DEFAULT_SPLIT if self.split is None else self.split)
         return {split: part for split, part in zip(SPLITS, intervals, strict=True) if part is not None}
 
-    def _per_split_blends(self) -> dict[Split, Blend]:
-        if self.per_split_data_args_path is None:
-            paths = self._split_paths()
-            return {s: parse_blend(path, f"--{s}-data-path") for s, path in paths.items() if path is not None}
-        path = self.per_split_data_args_path
-        try:
-            lists = json.loads(_read_text(path, "--per-split-data-args-path"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--per-split-data-args-path {path}: not JSON: {error}") from None
-        if (
-            not isinstance(lists, dict)
-            or not set(lists) <= set(SPLITS)
-            or not all(map(_is_list_of_words, lists.values()))
-        ):
-            raise ValueError(
-                f'--per-split-data-args-path {path}: expected {{"train": [...], "valid": [...], "test": [...]}}'
-            )
-        return {
-            split: parse_blend([str(v) for v in lists[split]], f"{path}: {split}")
-            for split in SPLITS
-            if lists.get(split)
-        }
 
-
-def _only_one(sources: dict[str, object]) -> str | None:
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other")
-    return given[0] if given else None
+def _read_lists(path: str) -> dict[Split, list[str]]:
+    """The lists of --per-split-data-args-path, empty ones left out."""
+    try:
+        lists = json.loads(_read_text(path, "--per-split-data-args-path"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--per-split-data-args-path {path}: not JSON: {error}") from None
+    if not isinstance(lists, dict) or not set(lists) <= set(SPLITS) or not all(map(_is_list_of_words, lists.values())):
+        raise ValueError(
+            f'--per-split-data-args-path {path}: expected {{"train": [...], "valid": [...], "test": [...]}}'
+        )
+    return {split: list(map(str, lists[split])) for split in SPLITS if lists.get(split)}
 
 
 def _is_list_of_words(value: object) -> bool:

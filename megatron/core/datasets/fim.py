@@ -1,4 +1,4 @@
-"""Fill in the middle (Bavarian et al. 2022): documents cut at two places, and the middle told last."""
+"""Fill in the middle (Bavarian et al. 2022): documents are cut at two places, and the middle moves to the end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TextTokenizer(Protocol):
 
 
 class FillInTheMiddle:
-    """A row of tokens to one of the same length whose documents are told in another order, with --fim-rate.
+    """A row of tokens to one of the same length in which a share --fim-rate of the documents is reordered.
 
         PSM   <prefix> prefix <suffix> suffix <middle> middle
         SPM   <prefix> <suffix> suffix <middle> prefix middle      with --fim-spm-rate
 
-    The places are drawn between characters, so the tokens there are others than those of the uncut text. Which draws
-    are made in which order is Megatron-LM's; its generator goes on from sample to sample, ours is given with every row,
-    so that a sample does not depend on those read before it.
+    Documents are cut between characters, so the tokens at a cut differ from those of the whole text. The draws and
+    their order are Megatron-LM's. Its generator runs from sample to sample; ours comes with every row, so that a sample
+    does not depend on those read before it.
     """
 
     def __init__(self, config: GPTDatasetConfig, tokenizer: TextTokenizer) -> None:
@@ -49,15 +49,15 @@ class FillInTheMiddle:
         found = self.tokenizer.token_id(token)
         if found is None:
             raise ValueError(
-                f"{flag_name} {token}: the tokenizer has no such token; name one that it has, or let it have it "
+                f"{flag_name} {token}: the tokenizer has no such token; name one that it has, or add this one "
                 "(--tokenizer-special-tokens)"
             )
         return found
 
     def __call__(self, text: np.ndarray, random: np.random.RandomState) -> np.ndarray:
         documents = _between(text, self.eod, lambda document: self._document(document, random))
-        told = np.concatenate(list(documents))[: len(text)]
-        return np.append(told, np.full(len(text) - len(told), self.pad))
+        reordered = np.concatenate(list(documents))[: len(text)]
+        return np.append(reordered, np.full(len(text) - len(reordered), self.pad))
 
     def _document(self, document: np.ndarray, random: np.random.RandomState) -> np.ndarray:
         """Each fragment by itself where --fim-split-sample cuts the document (files of a repository)."""
@@ -82,10 +82,10 @@ class FillInTheMiddle:
         first, second = sorted(random.randint(0, len(text) + 1, size=2))
         prefix, middle, suffix = map(self._tokens, (text[:first], text[first:second], text[second:]))
         if random.binomial(1, self.config.fim_spm_rate):
-            told = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
+            ids = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
         else:
-            told = [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
-        return np.array(told, dtype=np.int64)
+            ids = [self.prefix, *prefix, self.suffix, *suffix, self.middle, *middle]
+        return np.array(ids, dtype=np.int64)
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer.tokenize(text)[self._begins :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -47,9 +47,6 @@ class GPTIndexPlan:
     def num_samples_without_last_epoch(self) -> int:
         return ((self.num_epochs - 1) * self.tokens_per_epoch - self.extra_tokens) // self.seq_length
 
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int) -> tuple[int, bool]:
     """(epochs, is the last one shuffled on its own): the fewest that hold `num_samples`; None stands for one epoch."""
@@ -67,6 +64,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int,
 def build_gpt_index(plan: GPTIndexPlan, sequence_lengths: np.ndarray) -> Arrays:
     """document_index int32 [epochs * sequences], sample_index [samples + 1, 2], shuffle_index [samples]."""
     random = np.random.RandomState(plan.seed)  # the only numpy generator whose stream never changes between versions
+    # The order of these two draws from one generator is part of the format: Megatron-LM's samples depend on it.
     document_index = _document_index(plan, random)
     sample_index = build_sample_index(
         sequence_lengths, document_index, plan.seq_length, plan.num_samples, plan.extra_tokens
@@ -145,7 +143,7 @@ class GPTDataset:
         self.plan = _plan(indexed, sequences, split, num_samples, config)
         description = {
             "class": "GPTDataset",
-            **self.plan.describe(),
+            **asdict(self.plan),
             "sequence_lengths": digest_of_array(indexed.lengths),
         }
         self.fingerprint = digest_of({**description, **config.fim_options(), "prefix": Path(indexed.prefix).name})

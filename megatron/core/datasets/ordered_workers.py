@@ -1,8 +1,8 @@
 """A function over a stream of items in other processes: results in order, and a killed process is noticed.
 
-Every worker has a pipe of its own, whose other end nobody but that worker holds: whenever it dies, also in the middle
-of a result, the next read ends. A queue that all share, as `concurrent.futures.ProcessPoolExecutor` has, waits for the
-rest of that result forever.
+Every worker has a pipe of its own, whose other end only that worker holds: when it dies, even in the middle of a
+result, the next read fails. `concurrent.futures.ProcessPoolExecutor` has one queue for all workers and would wait for
+the rest of that result forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process is gone, and what it had in hand with it."""
+    """A worker process died, and the items it held are lost."""
 
 
 def map_in_order(

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence,
     gather_from_tensor_parallel,
 )
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import even_range
 
@@ -75,7 +75,7 @@ class GPTEmbedding(MegatronModule):
             else None
         )
         self.word_embeddings_layernorm = (
-            Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+            layer_spec(config).norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
             if config.embedding_layernorm
             else None
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
@@ -61,6 +62,7 @@ class GPTModel(MegatronModule):
         make_vocab_size_divisible_by: int = 128,
         rng: TensorParallelRng | None = None,
         device: torch.device | None = None,
+        stage: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if config.vocab_size is None or config.vocab_size < 1:
@@ -89,6 +91,7 @@ class GPTModel(MegatronModule):
             sequence_parallel=sequence_parallel,
             experts=experts,
             device=device,
+            stage=stage,
         )
         self.output_layer = (
             OutputLayer(config, own_weight=two_copies or not tied, tied_copy=two_copies, **vocabulary)

@@ -52,8 +52,13 @@ class TensorParallelRng:
             torch.set_rng_state(state)
 
 
-def checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: Any) -> Any:
-    """`function(*args)` without keeping its activations: backward computes it again, with the same random numbers."""
+def checkpoint(
+    function: Callable[..., Any], rng: TensorParallelRng, *args: Any, by: Callable[..., Any] = torch_checkpoint
+) -> Any:
+    """`function(*args)` without keeping its activations: backward computes it again, with the same random numbers.
+
+    `by` has the form of torch's checkpoint, which it may replace.
+    """
     state = rng.get_state()
     calls = 0
 
@@ -69,7 +74,7 @@ def checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: Any)
         finally:
             rng.set_state(now)
 
-    return torch_checkpoint(run, *args, use_reentrant=False)
+    return by(run, *args, use_reentrant=False)
 
 
 def without_intermediate(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

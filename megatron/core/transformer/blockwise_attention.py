@@ -143,7 +143,7 @@ def _attend_backward(
     out: Tensor,
     lse: Tensor,
     block: _Block,
-    scale: float | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
     if query.device.type != "cuda":

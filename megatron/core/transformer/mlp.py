@@ -1,4 +1,4 @@
-"""The MLP of a transformer layer."""
+"""The MLP of a transformer layer, with the norm in front of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.core.module import MegatronModule, Normal
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(MegatronModule):
-    """The inner width is split over TP; a gated MLP stacks gate and up in one matrix, each of which is split."""
+    """Norm and MLP. The inner width is split over TP; a gated MLP stacks gate and up in a matrix, and splits each."""
 
     def __init__(
         self,
@@ -27,12 +27,16 @@ class MLP(MegatronModule):
         sequence_parallel: bool = False,
         device: torch.device | None = None,
         ffn_size: int | None = None,
+        normed: bool = False,
     ) -> None:
+        """`normed`: the input is normalized already."""
         super().__init__()
+        spec = layer_spec(config)
         ffn_size = ffn_size or config.ffn_size
         self.activation = ACTIVATIONS[config.activation]
         num_blocks = 2 if config.gated else 1
-        self.linear_fc1 = ColumnParallelLinear(
+        column = partial(spec.column, dtype=config.params_dtype) if normed else partial(spec.norm_column, config)
+        self.linear_fc1 = column(
             config.hidden_size,
             num_blocks * ffn_size,
             init=Normal(config.init_method_std),
@@ -40,10 +44,9 @@ class MLP(MegatronModule):
             sequence_parallel=sequence_parallel,
             bias=config.add_bias_linear,
             num_blocks=num_blocks,
-            dtype=config.params_dtype,
             device=device,
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = spec.row(
             ffn_size,
             config.hidden_size,
             init=Normal(config.output_init_std),

@@ -1,14 +1,17 @@
-"""LayerNorm and RMSNorm over the last dimension."""
+"""LayerNorm and RMSNorm over the last dimension, alone and in front of a projection."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
+from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -19,18 +22,75 @@ class Norm(MegatronModule):
         self, config: TransformerConfig, size: int, *, partial_grad: bool, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        self.rms, self.epsilon = config.normalization == "RMSNorm", config.norm_epsilon
-        self.from_one = config.apply_layernorm_1p  # the weight is stored as its difference from 1
-        ones, zeros = (ParamInfo(Constant(value), partial_grad=partial_grad) for value in (1.0, 0.0))
-        ones = zeros if self.from_one else ones
-        self.weight = make_parameter((size,), config.params_dtype, device, ones)
-        self.bias = None if self.rms else make_parameter((size,), config.params_dtype, device, zeros)
+        self.normalize = Normalization.of(config)
+        self.weight, self.bias = norm_parameters(config, size, partial_grad, device)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(x, self.weight, self.bias)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """A column-parallel layer of its normalized input; the norm's parameters belong to it, as on disk.
+
+    With --recompute-modules layernorm the normalized input is computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        input_size: int,
+        output_size: int,
+        *,
+        init: Init,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        bias: bool = True,
+        num_blocks: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            init=init,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            bias=bias,
+            num_blocks=num_blocks,
+            dtype=config.params_dtype,
+            device=device,
+        )
+        self.normalize, self.recompute = Normalization.of(config), config.recomputes("layernorm")
+        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size, sequence_parallel, device)
+        # The projection's come behind the norm's, as in Transformer Engine: legacy files have that order.
+        for name in [name for name in self._parameters if not name.startswith("layer_norm_")]:
+            self._parameters[name] = self._parameters.pop(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and self.training:
+            return without_intermediate(self._normed, self.project, x)
+        return self.project(self._normed(x))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """How a norm computes."""
+
+    rms: bool
+    epsilon: float
+    from_one: bool  # the weight is stored as its difference from 1
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Normalization:
+        return cls(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.from_one:
-            return self._normalized(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        return self._normalized(x.float(), self.weight.float() + 1.0, bias).to(x.dtype)  # bf16 would round 1 + weight
+            return self._normalized(x, weight, bias)
+        bias = None if bias is None else bias.float()
+        return self._normalized(x.float(), weight.float() + 1.0, bias).to(x.dtype)  # bf16 would round 1 + weight
 
     def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rms and torch.compiler.is_compiling():
@@ -38,6 +98,18 @@ class Norm(MegatronModule):
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+def norm_parameters(
+    config: TransformerConfig, size: int, partial_grad: bool, device: torch.device | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias; RMSNorm has no bias."""
+    first = 0.0 if config.apply_layernorm_1p else 1.0
+    weight, bias = (
+        make_parameter((size,), config.params_dtype, device, ParamInfo(Constant(value), partial_grad=partial_grad))
+        for value in (first, 0.0)
+    )
+    return weight, None if config.normalization == "RMSNorm" else bias
 
 
 class _RMSNorm(torch.autograd.Function):

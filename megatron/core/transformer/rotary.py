@@ -16,11 +16,39 @@ from megatron.core.transformer.context_parallel import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def rotary_frequencies(config: TransformerConfig) -> Tensor:
-    """Angle per position of every rotated pair, `[d_rotated / 2]` fp32."""
-    rotated = int(config.head_dim * config.rotary_percent)
+def rotary_frequencies(config: TransformerConfig, width: int) -> Tensor:
+    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]` fp32."""
+    rotated = int(width * config.rotary_percent)
     frequencies = 1.0 / config.rotary_base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    if config.rope_type == "yarn":
+        return _yarn_scaled(frequencies, rotated, config)
     return _llama3_scaled(frequencies, config) if config.use_rope_scaling else frequencies
+
+
+def _yarn_scaled(frequencies: Tensor, rotated: int, config: TransformerConfig) -> Tensor:
+    """YaRN (Peng et al. 2023, "NTK-by-parts"): long wavelengths are stretched, short ones kept, between them a ramp.
+
+    The ramp runs over the numbers of the pairs, between those that turn beta_fast and beta_slow times in the original
+    context.
+    """
+
+    def pair(turns: float) -> float:
+        wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
+        return rotated * math.log(wavelength) / (2 * math.log(config.rotary_base))
+
+    low, high = pair(config.beta_fast), pair(config.beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    kept = 1.0 - ramp.clamp(0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / config.rotary_scaling_factor
+
+
+def yarn_mscale(config: TransformerConfig, mscale: float) -> float:
+    """How much larger scores must be in a longer context, to the power of 1/2."""
+    factor = config.rotary_scaling_factor
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3_scaled(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -47,12 +75,17 @@ class Rotary(NamedTuple):
 
 
 class RotaryTables:
-    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device)."""
+    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device).
 
-    def __init__(self, config: TransformerConfig, cp: Axis) -> None:
+    `width` is that of the heads that are rotated.
+    """
+
+    def __init__(self, config: TransformerConfig, cp: Axis, width: int, interleaved: bool) -> None:
         self._cp = cp
-        self._frequencies = rotary_frequencies(config)
-        self._interleaved = config.rotary_interleaved
+        self._frequencies = rotary_frequencies(config, width)
+        self._interleaved = interleaved
+        yarn = config.rope_type == "yarn"
+        self._size = yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim) if yarn else 1.0
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
@@ -61,7 +94,7 @@ class RotaryTables:
         if key not in self._tables:
             positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
             angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
-            cos, sin = (table.to(device, dtype) for table in (angles.cos(), angles.sin()))
+            cos, sin = ((self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
             self._tables[key] = Rotary(cos, sin, self._interleaved)
         return self._tables[key]
 

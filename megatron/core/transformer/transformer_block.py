@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -33,8 +34,12 @@ class TransformerBlock(MegatronModule):
         sequence_parallel: bool = False,
         experts: ExpertAxes | None = None,
         device: torch.device | None = None,
+        stage: dist.ProcessGroup | None = None,
     ) -> None:
+        """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
+        self.spec = layer_spec(config)
+        self.precision = self.spec.precision(config, stage)
         self.config, self.rng, self.layer_numbers = config, rng, layers
         stack = [
             TransformerLayer(
@@ -53,21 +58,23 @@ class TransformerBlock(MegatronModule):
             layer.self_attention.share_tables(stack[0].self_attention)
         self.layers = nn.ModuleList(stack)
         self.final_layernorm = (
-            Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device) if post_process else None
+            self.spec.norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+            if post_process
+            else None
         )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
-        for start, stop, recompute in self._groups():
-            if recompute:
-                hidden_states = checkpoint(self._run, self.rng, hidden_states, attention_mask, start, stop)
-            else:
-                hidden_states = self._run(hidden_states, attention_mask, start, stop)
+        with self.precision.chunk():
+            for start, stop, recompute in self._groups():
+                group = (hidden_states, attention_mask, start, stop)
+                hidden_states = self.spec.checkpoint(self._run, self.rng, *group) if recompute else self._run(*group)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _run(self, hidden_states: Tensor, attention_mask: Tensor | None, start: int, stop: int) -> Tensor:
         for index in range(start, stop):
-            hidden_states = self.layers[index](hidden_states, attention_mask)
+            with self.precision.layer(self.layer_numbers[index]):
+                hidden_states = self.layers[index](hidden_states, attention_mask)
         return hidden_states
 
     def _groups(self) -> list[tuple[int, int, bool]]:

@@ -14,13 +14,16 @@ import torch
 from megatron.core.utils import flag, raise_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
-_ROPE = {"position_embedding_type": "rope"}
+_ROPE = {"has_rope": True}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
+_YARN = {"has_yarn": True}
+_LATENT, _NOT_LATENT = ({"multi_latent_attention": on} for on in (True, False))
 _GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
 _DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
+_GROUPS = _MOE | {"has_groups": True}
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -63,18 +66,30 @@ class TransformerConfig:
     """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to 64 with --swiglu."""
     group_query_attention: bool = flag(False)
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
-    num_query_groups: int | None = flag(None, decides="shapes")
+    num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
     """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per query head."""
-    kv_channels: int | None = flag(None, decides="shapes")
+    kv_channels: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
+    multi_latent_attention: bool = flag(False, decides="shapes")
+    """Queries, and keys with values, come from two narrow vectors per token (MLA, DeepSeek-V2); it has RoPE always."""
+    q_lora_rank: int | None = flag(None, decides="shapes", when=_LATENT)
+    """Width of the vector that queries come from. Default: they come from the residual stream."""
+    kv_lora_rank: int = flag(32, decides="shapes", when=_LATENT)
+    """Width of the vector that keys and values come from."""
+    qk_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    """Width of the part of a query or key head that is not rotated."""
+    qk_pos_emb_head_dim: int = flag(64, decides="shapes", when=_LATENT)
+    """Width of the part that is rotated; of keys it is one for all heads."""
+    v_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    """Width of a value head."""
     vocab_size: int | None = flag(None)
     """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer n means n + 1 tokens, EOD = n."""
     max_position_embeddings: int | None = flag(None, decides="shapes", when=_LEARNED)
     """Longest sequence; the number of rows of learned position embeddings."""
     position_embedding_type: str = flag(
-        "learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"), decides="shapes"
+        "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"), decides="shapes"
     )
-    """How positions enter the model."""
+    """How positions enter the model; yarn is rope with --rope-type yarn."""
     rotary_base: float = flag(10000.0, decides="mathematics", when=_ROPE)
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, decides="mathematics", when=_ROPE)
@@ -91,6 +106,31 @@ class TransformerConfig:
     """Llama-3 scaling: wavelengths below original_max_position / this are left alone."""
     rope_original_max_position_embeddings: int = flag(8192, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: the context length the frequencies were first trained for."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
+    """Rotary frequencies as they are, or stretched for longer sequences (YaRN, Peng et al. 2023) with the numbers
+    below. Default: yarn with --multi-latent-attention, else rope."""
+    rotary_scaling_factor: float = flag(1.0, decides="mathematics", when=_YARN)
+    """YaRN: by how much the context is longer than the one first trained for."""
+    original_max_position_embeddings: int = flag(
+        4096,
+        "--original-max-position-embeddings",
+        "--yarn-original-max-position-embeddings",
+        decides="mathematics",
+        when=_YARN,
+    )
+    """YaRN: the context length first trained for."""
+    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", decides="mathematics", when=_YARN)
+    """YaRN: frequencies that turn more often than this in that context are left alone."""
+    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", decides="mathematics", when=_YARN)
+    """YaRN: frequencies that turn less often are divided by the factor."""
+    mscale: float = flag(1.0, decides="mathematics", when=_YARN)
+    """YaRN: rotated elements grow by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: float = flag(0.0, decides="mathematics", when=_YARN)
+    """YaRN: as above; attention scores of --multi-latent-attention grow by the square of the lower term."""
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "--no-yarn-correction-range-round-to-int", decides="mathematics", when=_YARN
+    )
+    """YaRN: do not round the ends of the range of frequencies between those two."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
@@ -133,7 +173,7 @@ class TransformerConfig:
     """Multiply the shared expert's output by a learned gate."""
     moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)
     """Number of experts that a token goes to."""
-    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE)
+    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE, meaning="softmax_before_choice")
     """Softmax over all experts before the choice, in place of over the chosen ones after it."""
     moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE)
     """How the router's logits become scores."""
@@ -141,7 +181,14 @@ class TransformerConfig:
     """Groups of experts, of which a token's experts come from --moe-router-group-topk."""
     moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
     """Number of groups that a token's experts come from."""
-    moe_router_topk_scaling_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    moe_router_group_score_topk: int | None = flag(
+        None, decides="mathematics", when=_GROUPS, meaning="group_score_topk"
+    )
+    """A group is as good as the sum of so many of its best scores (2 in DeepSeek-V3). Default, and all that
+    Megatron-LM has: --moe-router-topk / --moe-router-group-topk."""
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
+    )
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
     """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
@@ -175,12 +222,31 @@ class TransformerConfig:
     """bfloat16 parameters and arithmetic, fp32 gradients and main parameters."""
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
+    transformer_impl: str = flag("local", choices=("local", "transformer_engine"))
+    """What computes the layers: plain torch, or Transformer Engine; also whose modules of Megatron-LM legacy files are
+    for. Results are the same to rounding, and so are checkpoints."""
+    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"))
+    """Matrix products of the layers in fp8 (Micikevicius et al. 2022): e4m3 throughout, or e5m2 for gradients."""
+    fp8_recipe: str = flag("delayed", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
+    """How fp8 tensors are scaled: by the maxima of earlier steps, by their own, by those of blocks, of 32 elements."""
+    fp8_margin: int = flag(0)
+    """With delayed scaling: scales are smaller by 2 to this power."""
+    fp8_amax_history_len: int = flag(1)
+    """With delayed scaling: number of maxima that are kept."""
+    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
+    """With delayed scaling: which of them decides."""
+    first_last_layers_bf16: bool = flag(False)
+    """Keep the first and the last layers out of fp8, as many as the two options below say."""
+    num_layers_at_start_in_bf16: int = flag(1)
+    """Layers at the start with --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = flag(1)
+    """Layers at the end with --first-last-layers-bf16."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
     """With selective: attention without its projections (core_attn, the default), the two norms in front of the
     projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
-    dispatch (moe)."""
+    dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None)
@@ -188,6 +254,10 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         raise_problems(self._missing())
+        if self.position_embedding_type == "yarn":
+            self.position_embedding_type, self.rope_type = "rope", "yarn"
+        if self.rope_type is None:
+            self.rope_type = "yarn" if self.multi_latent_attention else "rope"
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
@@ -203,14 +273,16 @@ class TransformerConfig:
         coefficients: Any = self.moe_aux_loss_coeff
         self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds)
         self.moe_aux_loss_coeff = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients]
-        raise_problems([*self._problems(), *(self._problems_of_experts() if self.has_experts else ())])
+        problems = [*self._problems(), *self._problems_of_latent_attention()]
+        raise_problems([*problems, *(self._problems_of_experts() if self.has_experts else ())])
 
     def _missing(self) -> Iterator[str]:
         """What the defaults of other fields cannot be derived without."""
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 yield f"--{name.replace('_', '-')} must be given and positive, got {getattr(self, name)}"
-        if self.kv_channels is None and self.hidden_size % max(self.num_attention_heads, 1):
+        evenly = self.hidden_size % max(self.num_attention_heads, 1) == 0
+        if self.kv_channels is None and not evenly and not self.multi_latent_attention:
             yield (
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
                 f"{self.num_attention_heads}: change one of them or give --kv-channels"
@@ -229,8 +301,48 @@ class TransformerConfig:
             yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
         if self.bf16 and self.fp16:
             yield "--bf16 and --fp16 exclude each other"
+        yield from self._problems_of_back_end()
         if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+
+        if self.use_rope_scaling and self.rope_type == "yarn":
+            yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
+        if self.rope_type == "yarn" and not all(
+            value and value > 0 for value in (self.rotary_scaling_factor, self.original_max_position_embeddings)
+        ):
+            yield (
+                f"--rope-type yarn: --rotary-scaling-factor {self.rotary_scaling_factor} and "
+                f"--original-max-position-embeddings {self.original_max_position_embeddings} must be positive"
+            )
+
+    def _problems_of_latent_attention(self) -> Iterator[str]:
+        if not self.multi_latent_attention:
+            return
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is None and name == "q_lora_rank":
+                continue
+            if value is None or value < 1 or (name == "qk_pos_emb_head_dim" and value % 2):
+                kind = "even and positive" if name == "qk_pos_emb_head_dim" else "positive"
+                yield f"--{name.replace('_', '-')} must be {kind}, got {value}"
+        if self.query_groups != self.num_attention_heads:
+            yield "--multi-latent-attention has keys and values for every head: leave out --group-query-attention"
+        if self.rotary_interleaved or self.add_qkv_bias:
+            flags = ("--rotary-interleaved", "--add-qkv-bias")
+            given = [name for name, on in zip(flags, (self.rotary_interleaved, self.add_qkv_bias), strict=True) if on]
+            yield f"--multi-latent-attention does not go with {' and '.join(given)}"
+
+    def _problems_of_back_end(self) -> Iterator[str]:
+        if self.fp8 is not None and self.transformer_impl == "local":
+            yield f"--fp8-format {self.fp8} needs --transformer-impl transformer_engine, which has the kernels"
+        if self.fp8 is not None and not self.bf16:
+            yield f"--fp8-format {self.fp8} needs --bf16: what is not in fp8 is in bfloat16"
+        if self.fp8 is not None:
+            for name, size in (("--hidden-size", self.hidden_size), ("--ffn-hidden-size", self.ffn_size)):
+                if size % 16:
+                    yield f"{name} {size} is not a multiple of 16, as the kernels of fp8 need"
+        if self.fp8_amax_history_len < 1:
+            yield f"--fp8-amax-history-len must be positive, got {self.fp8_amax_history_len}"
 
     def _problems_of_experts(self) -> Iterator[str]:
         experts, topk, bad = self.num_experts or 0, self.moe_router_topk, "--moe-router-topk"
@@ -261,9 +373,13 @@ class TransformerConfig:
         groups, taken = self.moe_router_num_groups, self.moe_router_group_topk
         if (groups is None) != (taken is None):
             yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
-        elif (
-            groups and taken and (groups < taken or experts % groups or topk % taken or topk * groups > experts * taken)
-        ):
+        elif not groups or not taken:
+            return
+        elif self.moe_router_group_score_topk is not None:
+            scores = self.moe_router_group_score_topk
+            if not 1 <= scores <= experts // groups:
+                yield f"--moe-router-group-score-topk {scores} must lie between 1 and {experts // groups} per group"
+        elif groups < taken or experts % groups or topk % taken or topk * groups > experts * taken:
             yield (
                 f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and --moe-router-group-topk "
                 f"{taken} be at most {groups} and divide --moe-router-topk {topk} into shares that fit a group"
@@ -304,6 +420,18 @@ class TransformerConfig:
         return bool(self.moe_shared_expert_intermediate_size)
 
     @property
+    def softmax_before_choice(self) -> bool:
+        return self.moe_router_pre_softmax and self.moe_router_score_function == "softmax"
+
+    @property
+    def group_score_topk(self) -> int:
+        return self.moe_router_group_score_topk or self.moe_router_topk // (self.moe_router_group_topk or 1)
+
+    @property
+    def topk_scaling_factor(self) -> float:
+        return self.moe_router_topk_scaling_factor or 1.0
+
+    @property
     def drops_tokens(self) -> bool:
         return self.moe_expert_capacity_factor is not None
 
@@ -330,6 +458,16 @@ class TransformerConfig:
     def head_dim(self) -> int:
         assert self.kv_channels is not None
         return self.kv_channels
+
+    @property
+    def qk_width(self) -> int:
+        """Width of a query or key head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
+    def v_width(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -365,6 +503,11 @@ class TransformerConfig:
         named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
+    def in_fp8(self, number: int) -> bool:
+        """Whether layer `number` computes in fp8."""
+        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
+        return self.fp8 is not None and (not self.first_last_layers_bf16 or first <= number < last)
+
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""
         return self.recompute_granularity == "selective" and module in (self.recompute_modules or ["core_attn"])
@@ -384,9 +527,17 @@ def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     """Whether a model with these values depends on `field`: the rotary base counts only with rotary positions."""
     has_experts, freq = (values.get("num_experts") or 0) > 1, values.get("moe_layer_freq", 1)
+    latent = bool(values.get("multi_latent_attention"))
+    has_rope = latent or values.get("position_embedding_type") in ("rope", "yarn")
+    default = "yarn" if latent or values.get("position_embedding_type") == "yarn" else "rope"
     has = {
+        "multi_latent_attention": latent,
+        "has_rope": has_rope,
+        # Megatron-LM's latent attention takes the scale of its scores from these numbers, whatever the frequencies.
+        "has_yarn": latent or (has_rope and (values.get("rope_type") or default) == "yarn"),
         "has_experts": has_experts,
         "has_dense_layers": not has_experts or (0 in freq if isinstance(freq, list) else freq > 1),
+        "has_groups": bool(values.get("moe_router_num_groups")),
         "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }

@@ -9,26 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, map_keys
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel import TensorParallelRng, checkpoint, without_intermediate
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.tensor_parallel import TensorParallelRng, without_intermediate
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# On disk a norm is named after the projection it feeds (Megatron-core's names).
-NORM_KEYS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one.
+
+    The norms belong to the projections that they feed; one that several share stands by itself: that of the router and
+    all experts, and that of what latent attention begins with. Keys on disk are the same.
+    """
 
     def __init__(
         self,
@@ -45,13 +44,15 @@ class TransformerLayer(MegatronModule):
         super().__init__()
         self.config, self.dropout, self.rng = config, config.hidden_dropout, rng
         self.sequence_parallel = sequence_parallel
-        self.input_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-        self.self_attention = SelfAttention(
+        self.input_layernorm = self._norm(device) if config.multi_latent_attention else None
+        attention = MultiLatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention: Attention = attention(
             config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
         )
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
+        self.pre_mlp_layernorm: Norm | None = None
         self.mlp: MoELayer | MLP
         if config.moe_layer_pattern[number]:
+            self.pre_mlp_layernorm = self._norm(device)
             axes = experts if experts is not None else ExpertAxes()
             self.mlp = MoELayer(
                 config, layer_number=number, tp=tp, axes=axes, sequence_parallel=sequence_parallel, device=device
@@ -67,14 +68,20 @@ class TransformerLayer(MegatronModule):
         hidden_states = hidden_states + self._dropped(attention)
         return hidden_states + self._dropped(self._normed(self.pre_mlp_layernorm, self._mlp, hidden_states))
 
-    def _normed(self, norm: Norm, branch: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    def _norm(self, device: torch.device | None) -> Norm:
+        config = self.config
+        return layer_spec(config).norm(config, config.hidden_size, partial_grad=self.sequence_parallel, device=device)
+
+    def _normed(self, norm: Norm | None, branch: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        if norm is None:
+            return branch(hidden_states)
         if self.config.recomputes("layernorm") and self.training:
             return without_intermediate(norm, branch, hidden_states)
         return branch(norm(hidden_states))
 
     def _mlp(self, hidden_states: Tensor) -> Tensor:
         if self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp") and self.training:
-            return checkpoint(self.mlp, self.rng, hidden_states)
+            return layer_spec(self.config).checkpoint(self.mlp, self.rng, hidden_states)
         return self.mlp(hidden_states)
 
     def _dropped(self, branch: Tensor) -> Tensor:
@@ -82,12 +89,3 @@ class TransformerLayer(MegatronModule):
             return branch
         with self.rng.fork() if self.sequence_parallel else nullcontext():
             return F.dropout(branch, self.dropout)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        def on_disk(key: str) -> str:
-            name = key.removeprefix(prefix)
-            return next(
-                (prefix + new + name.removeprefix(old) for old, new in NORM_KEYS.items() if name.startswith(old)), key
-            )
-
-        return map_keys(super().sharded_state_dict(prefix), on_disk)

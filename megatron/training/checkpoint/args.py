@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.conversion.megatron_lm.args import ASKED_FOR
-from megatron.conversion.open_checkpoint import Hints, find_checkpoint, open_found
+from megatron.conversion.convert import Hints, open_found
+from megatron.conversion.find_checkpoint import find_checkpoint
+from megatron.conversion.megatron_lm.args import with_asked_for
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.transformer_config import deciding_fields, is_used
-from megatron.training.config.arguments import Given
 
 # What --use-checkpoint-args takes over besides the fields that decide the model.
 ALSO_TAKEN = (
@@ -37,7 +37,7 @@ MEGATRON_NAMES = {"norm_epsilon": "layernorm_epsilon"}
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
     """All options and what follows from them, as they are stored."""
-    namespace = argparse.Namespace(**{**ASKED_FOR, **flags})
+    namespace = argparse.Namespace(**with_asked_for(flags))
     for name, megatron_name in MEGATRON_NAMES.items():
         setattr(namespace, megatron_name, flags[name])
     namespace.cp_comm_type = [flags["cp_comm_type"]]  # Megatron-LM has one for all layers or one for each
@@ -77,7 +77,7 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
     return Coordination.of(None).at_coordinator(read)
 
 
-def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:
+def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
     merged, notes = dict(given), []
     for name in (*(field.name for field in deciding_fields()), *ALSO_TAKEN):
@@ -93,7 +93,6 @@ def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, li
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
     """Notes about other mathematics; ValueError that names every argument by which the shape differs."""
-
     flags = stored_args(flags)
 
     def differing(what: str) -> list[str]:

@@ -22,23 +22,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.conversion.convert import Options, convert
-from megatron.conversion.files import Progress
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.files import Options, Progress
+from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.huggingface.reader import is_huggingface
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import extra_states
+from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import RULES, Layout
-from megatron.conversion.open_checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
+from megatron.conversion.model_space.rank_layout import Layout
+from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
+from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
+from megatron.training.checkpoint.fp8_state import fp8_state
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.config.run_config import Config
@@ -48,20 +50,21 @@ logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None) -> None:
-    """Save the run under `root` and move the tracker. Training waits since `since` (time.perf_counter). Collective."""
+    """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
     config = run.config.checkpoint
     model = model_state(run)
-    state: ShardedStateDict = {**model, **extra_states(model)}
+    empty = extra_states(model, run.config.model.experts)
+    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
         state |= _generators(run)
-    rewrite = rewriting_as_legacy(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
+    rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
+    run.saver.save(state, path_of(root), run.state.iteration, common_state(run), rewrite, since)
 
 
 def _generators(run: Run) -> ShardedStateDict:
-    """Those of this rank for us, those of the model-parallel rank for Megatron-LM."""
+    """Random generators: of this rank for us, of the model-parallel rank for Megatron-LM."""
     ps, ours = run.ps, get_rng_state(run.rng)
     generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
     if ps.dp_cp.rank == 0:
@@ -96,26 +99,19 @@ def common_state(run: Run) -> dict[str, Any]:
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
     if not config.checkpoint.no_save_optim:
-        common["optimizer"] = run.optimizer.state_dict()
+        common["optimizer"] = in_chain(run.optimizer.state_dict(), config.flags())
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
     return common
 
 
-def rewriting_as_legacy(config: Config) -> Rewrite:
-    """What puts Megatron-LM's legacy files, for the layout of the run, in the place of a torch_dist checkpoint's:
+def convert_in_place(config: Config) -> Rewrite:
+    """Replaces the files of a torch_dist checkpoint by Megatron-LM's legacy ones, for the layout of the run:
     `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
     parallel, stages = config.parallel, config.pipeline_layout
-    layout = Layout.of(
-        config.model.num_layers,
-        parallel.tp_size,
-        parallel.pp_size,
-        parallel.vpp_size,
-        stages.decoder_first_pipeline_num_layers,
-        stages.decoder_last_pipeline_num_layers,
-        **{rule: getattr(stages, name) for name, rule in RULES.items() if getattr(stages, name)},
-    )
+    sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
+    layout = Layout.of(config.model.num_layers, *sizes, vars(stages))
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)
@@ -125,37 +121,42 @@ def rewriting_as_legacy(config: Config) -> Rewrite:
 
 
 def check_hf_target(run: Run) -> None:
-    """Raise ValueError before the first step where the last one could not be followed by --save-hf."""
+    """Raise ValueError before training if --save-hf could not be written after it."""
     target = run.config.checkpoint.save_hf
     if target is None:
         return
     choose_family(run.config.model, None)
-    directory = Path(target)
+    directory = path_of(target)
+    if isinstance(directory, ObjectPath):
+        raise ValueError(f"--save-hf {target}: object storage holds torch_dist checkpoints alone; give a directory")
     if directory.exists() and not (directory.is_dir() and (is_huggingface(directory) or not any(directory.iterdir()))):
-        raise ValueError(f"--save-hf {directory} exists and is no model of Hugging Face's form: give another directory")
+        raise ValueError(f"--save-hf {directory} exists and is not a Hugging Face model: give another directory")
 
 
-def save_hf(run: Run, model: ShardedStateDict, common: dict[str, Any]) -> None:
-    """Write --save-hf from the weights `model` and the `common` state of the run. Collective.
+def save_hf(run: Run) -> None:
+    """Write the model to --save-hf, if it is given. Collective.
 
     The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could not be written.
     """
-    assert run.config.checkpoint.save_hf is not None
+    if run.config.checkpoint.save_hf is None:
+        return
     directory = Path(run.config.checkpoint.save_hf)
     flags = run.config.tokenizer
     own = tuple(Path(name) for name in (flags.tokenizer_model, flags.vocab_file, flags.merge_file) if name is not None)
+    common = common_state(run)
+    for key in ("optimizer", "opt_param_scheduler"):
+        common.pop(key, None)
     _begin_anew(run, directory)
-    common = {key: value for key, value in common.items() if key not in ("optimizer", "opt_param_scheduler")}
     try:
-        save(model, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
+        save(model_state(run), directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
-    logger.info(f"saved {directory} in Hugging Face's form")
+    logger.info(f"saved {directory} in Hugging Face format")
 
 
 def _begin_anew(run: Run, directory: Path) -> None:
-    """Remove what an attempt has left that was killed, or whose ranks failed one after the other. Collective."""
+    """Remove what an attempt that was killed, or that failed on some ranks, has left. Collective."""
     dist.barrier()
     if run.ps.rank == 0:
         remove_unfinished(directory)
@@ -167,14 +168,15 @@ def _rewrite_as_hf(options: Options, directory: Path, progress: Progress) -> Non
 
 
 def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a directory from the files that lie in `directory`, and durably put its files in their place.
+    """Replace the files in `directory` by those that `write` makes from them, durably.
 
-    What it writes must be durable. Raises what it raises, or OSError; there is more in `directory` then than before.
+    What it writes must be durable. Raises what it raises, or OSError; what it has made then stays in `directory`.
     """
     stored = list(directory.iterdir())
     check_free_space(directory, sum(path.stat().st_size for path in stored))
     made = directory / "rewritten"
     write(made)
+    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this is interrupted.
     for path in stored:
         path.unlink()
     for path in list(made.iterdir()):
@@ -186,44 +188,35 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
 def take_save_directory(config: Config) -> Generation | None:
     """The next generation of --save, the same on all ranks; None for a run that saves nothing there. Collective.
 
-    From then on no earlier start can change the directory, and what saves and removals that were cut off left in it is
-    gone. Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
+    From then on no earlier start can change the directory, and what interrupted saves and removals left in it is gone.
+    Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
     """
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:
         return None
-    root = Path(checkpoint.save)
-    answer: list[Generation | ValueError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            check_writable(root)
-            answer = [Generation.take(root, _this_start())]
-            clean_up(root)
-        except ValueError as error:
-            answer = [error]
-        except OSError as error:
-            answer = [ValueError(f"checkpoints cannot be saved to {root}: {error}")]
-    dist.broadcast_object_list(answer, src=0)
-    generation = answer[0]
-    if isinstance(generation, ValueError):
-        raise generation
-    assert generation is not None
-    seen: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
-    dist.all_gather_object(seen, (socket.gethostname(), generation.is_current()))
+    root, ranks = path_of(checkpoint.save), Coordination.of(None)
+    generation = ranks.at_coordinator(lambda: _take(root))
+    seen = ranks.all_gather((socket.gethostname(), generation.is_current()))
     if not seen[0][1]:
-        generation.check()
+        generation.check()  # raises: another start has already taken the directory over
     _check_shared(root, seen)
     return generation
 
 
-def check_writable(root: str | Path) -> None:
-    """Create `root` if need be; ValueError if files cannot be written there (better now than after hours)."""
+def _take(root: Path) -> Generation:
+    """On rank 0. ValueError before the first iteration is better than a first save that fails."""
+    if isinstance(root, ObjectPath):
+        check_conditional_requests(root)
+        return take_generation(root, _this_start())
     try:
-        Path(root).mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass
+        generation = take_generation(root, _this_start())
+        clean_up(root)
     except OSError as error:
         raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
+    return generation
 
 
 def _this_start() -> dict[str, str | int]:
@@ -240,6 +233,6 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     if blind:
         where = "; ".join(f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in list(blind.items())[:8])
         raise ValueError(
-            f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not seen on "
+            f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not visible on "
             f"{where}. Give a directory on a file system that all nodes share"
         )

@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint, decided once for all ranks, and what the run takes from it."""
+"""Where a run continues: which checkpoint, decided once for all ranks, and what the run takes from it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.conversion.convert import Hints, open_found
+from megatron.conversion.find_checkpoint import Found, find_checkpoint
+from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
-from megatron.conversion.open_checkpoint import Found, Hints, find_checkpoint, load_from_source, open_found
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
@@ -36,13 +40,13 @@ class Start(NamedTuple):
 
 
 def find_start(config: CheckpointConfig) -> Start | None:
-    """The checkpoint to go on from; None: from scratch, if that is what the flags mean. Collective.
+    """The checkpoint to continue from; None: from scratch, if that is what the flags mean. Collective.
 
     Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
     a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
     """
     coordination = Coordination.of(None)
-    answer = coordination.at_coordinator(lambda: _prepare(config))
+    answer = coordination.at_coordinator(lambda: _choose(config))
     if answer is None:
         return None
     found, weights_only = answer
@@ -58,50 +62,56 @@ def find_start(config: CheckpointConfig) -> Start | None:
     return Start(found.directory, source, weights_only)
 
 
-def _prepare(config: CheckpointConfig) -> tuple[Found, bool] | None:
+def _choose(config: CheckpointConfig) -> tuple[Found, bool] | None:
     """On rank 0: what to load, and whether only its weights count."""
+    # 1. What this run, or the one before it, has saved.
     found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
     if found is not None:
         if found.note is not None:
             logger.warning(found.note)
         return found, config.finetune
+    # 2. What it starts from the first time.
     if config.pretrained_checkpoint is not None:
         found = find_checkpoint(config.pretrained_checkpoint)
         if found is None:
             raise ValueError(f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint")
         return found, True
+    # 3. Nothing: is that meant?
     if config.load is None:
         return None
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {config.load} holds no checkpoint (--exit-on-missing-checkpoint)")
-    if config.save is None or Path(config.save).resolve() != Path(config.load).resolve():
-        _start_from_random_weights(config, Path(config.load))
+    if config.save is None or path_of(config.save).resolve() != path_of(config.load).resolve():
+        _start_from_random_weights(config, path_of(config.load))
     else:
         logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
     return None
 
 
 def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> None:
-    """Job scripts for Megatron-LM name a --load that nothing was saved to yet; ValueError if a checkpoint is meant."""
+    """Warn: scripts for Megatron-LM name a --load before anything is saved. ValueError if a checkpoint is expected."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(
             f"--load {directory} holds no checkpoint, but it is not empty. Training would start from random weights; "
-            "if that is meant, leave --load away"
+            "if that is what you want, leave out --load"
         )
-    meant = {"--finetune": config.finetune, "--ckpt-step": config.ckpt_step is not None}
-    meant["--use-checkpoint-args"] = config.use_checkpoint_args
-    said = [name for name, given in meant.items() if given]
-    if said:
-        raise ValueError(f"--load {directory} holds no checkpoint, which {' and '.join(said)} would need")
+    needing = {
+        "--finetune": config.finetune,
+        "--ckpt-step": config.ckpt_step is not None,
+        "--use-checkpoint-args": config.use_checkpoint_args,
+    }
+    given = [name for name, is_given in needing.items() if is_given]
+    if given:
+        raise ValueError(f"--load {directory} holds no checkpoint, but {' and '.join(given)} would need one")
     logger.warning(
         f"NO CHECKPOINT: --load {directory} {'is empty' if directory.exists() else 'does not exist'}.\n"
         "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
-        "   If a checkpoint is meant, stop this run; --exit-on-missing-checkpoint makes it an error."
+        "   If you expected a checkpoint, stop this run; --exit-on-missing-checkpoint makes this an error."
     )
 
 
 def stored_vocab_size(start: Start | None) -> int | None:
-    """Tokens of the model in the checkpoint to load; None if there is none, or it does not tell.
+    """Vocabulary size of the model in the checkpoint to load; None if there is none, or it does not say.
 
     Megatron-LM trains the rows that pad its vocabulary, and its softmax counts them: they are part of its model.
     """
@@ -130,31 +140,37 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
 def load_checkpoint(run: Run, start: Start | None) -> None:
     """Continue where a checkpoint ended, whatever layout or program wrote it. Collective.
 
-    Every rank reads the boxes it holds. Without an optimizer (Hugging Face) a run starts at iteration 0 from the
-    weights.
+    Every rank reads the boxes it holds. From a checkpoint without training state (Hugging Face) a run takes the weights
+    and starts at iteration 0.
     """
     if start is None:
         return
     config, source, began = run.config.checkpoint, start.source, time.perf_counter()
-    if not start.weights_only:
-        run.saver.continue_from(start.directory)
+
+    # Decide what to take, and check that it fits before anything changes.
     for note in check_same_model(run.config.flags(), stored_args(source.args), source.description):
         logger.info(note)
     training = None if start.weights_only else source.training
     with_optimizer = training is not None and not config.no_load_optim
     if with_optimizer:
         _check_optimizer(run.config.optimizer, source)
-    model, key = model_state(run), rng_key(run.ps)
+
+    # Read into the live tensors. With an optimizer the weights follow from its main parameters, which are more precise.
+    model, rng = model_state(run), rng_key(run.ps)
     wanted = run.optimizer.state_to_load(model) if with_optimizer else dict(model)
-    if training is not None and not config.no_load_rng and key in training.rng:
-        wanted[key] = ShardedObject(key, None)
+    if training is not None and not config.no_load_rng and rng in training.rng:
+        wanted[rng] = ShardedObject(rng, None)
+    if training is not None and isinstance(source, RunCheckpoint):
+        wanted |= fp8_state_to_load(run, model, source.reader.metadata.objects)
     objects = load_from_source(
         wanted,
         source,
         strictness=config.dist_ckpt_strictness,
-        skip=lambda key: _left_out(key, with_optimizer, source.tensors),
-        exchange_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
+        skip=lambda key: _is_left_out(key, with_optimizer, source.tensors),
+        parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     ).objects
+
+    # Bring everything that is not a tensor to the same point.
     if with_optimizer:
         assert training is not None
         state = {"optimizer": {"param_groups": training.param_groups}, "grad_scaler": training.grad_scaler or {}}
@@ -163,33 +179,36 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         run.optimizer.reload_model_params(model)
     if training is not None:
         _take_position(run, training, source.args.get("train_data_fingerprint"), with_optimizer)
-        _restore_generators(run, objects.get(key))
-    what = "weights and optimizer" if with_optimizer else "weights"
+        _restore_generators(run, objects.get(rng))
+        restore_fp8_state(run, model, objects, source.args)
+    if not start.weights_only:
+        run.saver.continue_from(start.directory)
     run.loaded = source.description
+    what = "weights and optimizer" if with_optimizer else "weights"
     seconds = time.perf_counter() - began
     logger.info(f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s")
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
     """Raises ValueError unless the checkpoint has the state of this optimizer."""
-    ways_out = "go on with a fresh one (--no-load-optim), or start a new run from its weights (--finetune)"
+    ways_out = "continue with a fresh one (--no-load-optim), or start a new run from its weights (--finetune)"
     if source.training is None or source.training.param_groups is None:
         raise ValueError(f"{source.description} holds no optimizer: {ways_out}")
     stored = source.args.get("optimizer", config.optimizer)
     if stored != config.optimizer:
         raise ValueError(
             f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
-            f"{config.optimizer} cannot go on with: {ways_out}, or go on with --optimizer {stored}"
+            f"{config.optimizer} cannot use: {ways_out}, or continue with --optimizer {stored}"
         )
     momentum = next((group.get("momentum") for group in source.training.param_groups), None)
     if stored == "sgd" and momentum is not None and bool(momentum) != bool(config.sgd_momentum):
         raise ValueError(
             f"{source.description} holds the state of --sgd-momentum {momentum}, which --sgd-momentum "
-            f"{config.sgd_momentum} cannot go on with: {ways_out}, or go on with --sgd-momentum {momentum}"
+            f"{config.sgd_momentum} cannot use: {ways_out}, or continue with --sgd-momentum {momentum}"
         )
 
 
-def _left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
+def _is_left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
     """Keys of a checkpoint that a load passes over on purpose.
 
     Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of other places, and

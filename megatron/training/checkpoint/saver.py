@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.open_checkpoint import iteration_directory, iteration_of
+from megatron.conversion.find_checkpoint import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -29,18 +29,19 @@ logger = logging.getLogger(__name__)
 
 
 class SaveFailedError(ValueError):
-    """A checkpoint could not be saved, and the run must not go on, or not end as if all were well."""
+    """A checkpoint could not be saved, and the run must stop, or must not end as a success."""
 
 
 class CheckpointSaver:
     """One saver for the whole run, so that plan and host buffers are made once.
 
     Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an iteration; `before_update`
-    before the optimizer changes anything; `after_iteration` now and then; `close` and `check_last_save` at the end. A
-    save that fails is reported and leaves the previous checkpoint the newest; training goes on, unless
+    before the optimizer changes anything; `after_iteration` after each; `close` and `check_last_save` at the end.
+
+    A save that fails is reported, and the previous checkpoint remains the newest. Training continues, unless
     --exit-on-save-failure is given or another start has taken over the directory: then `save` and `close` raise
-    SaveFailedError, while a save behind training sets `failure`: the ranks notice at different times, and must call
-    `stop` together.
+    SaveFailedError. With --async-save the ranks notice at different times, so a failure is only noted in `failure`
+    until they call `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -49,11 +50,11 @@ class CheckpointSaver:
         self._policy = RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
         self._generation: Generation | None = None
         self._retention: Retention | None = None
-        self._start: Lineage | None = None  # of the checkpoint that this start went on from
+        self._start: Lineage | None = None  # of the checkpoint that this start continues from
         self._parent: int | None = None  # iteration of the checkpoint before
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[SaveReport] = []
-        self._removals: list[tuple[int, str]] = []  # level and text, told after the save that made room
+        self._removals: list[tuple[int, str]] = []  # level and text, logged after the save that made room
         self._waited = 0.0  # seconds that training waited before the last save could begin
         self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
@@ -82,17 +83,19 @@ class CheckpointSaver:
     ) -> None:
         """Begin a save under `root`, waiting for the one before; without --async-save also end it.
 
-        `rewrite` puts it into another form before it has its name. Training waits since `since` (time.perf_counter).
+        `rewrite` converts the files before the directory gets its name. Training has waited since `since`
+        (time.perf_counter).
         """
         since = time.perf_counter() if since is None else since
         if self._saver is None:
             self._saver = self._make_saver()
         self.finish()
+        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
         generation = self._generation if self._generation is not None and root == self._generation.root else None
         lineage = self._lineage(generation, iteration)
         loss = common.get(VALIDATION_LOSS, math.nan)
 
-        def on_commit() -> None:
+        def on_commit() -> None:  # on rank 0, when the checkpoint is durable and has its name
             if generation is None:  # --ckpt-convert-save
                 write_tracker(root, iteration)
                 return
@@ -105,7 +108,7 @@ class CheckpointSaver:
             iteration_directory(root, iteration),
             common=common,
             generation=generation,
-            before_writing=None if self._retention is None else self._retention.wait,
+            before_writing=self._make_room,
             rewrite=rewrite,
             beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
             on_commit=on_commit,
@@ -169,6 +172,10 @@ class CheckpointSaver:
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
 
+    def _make_room(self) -> None:
+        if self._retention is not None:
+            self._retention.wait()
+
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         number = 0 if generation is None else generation.number
         return Lineage(((number, iteration),)) if self._start is None else self._start.descend(number, iteration)
@@ -177,7 +184,7 @@ class CheckpointSaver:
         assert self._retention is not None
         try:
             removed = self._retention.apply(iteration, lineage, loss)
-        except OSError as error:  # the new checkpoint stands in any case
+        except OSError as error:  # the new checkpoint is committed all the same
             self._removals.append((logging.WARNING, f"old checkpoints could not be removed: {error}"))
             return
         if removed:
@@ -187,35 +194,34 @@ class CheckpointSaver:
         """`together`: all ranks have reached this point, so that all can stop here."""
         for report in reports:
             if report.error is None:
-                report.blocking += self._waited
-                self.expected_seconds = report.total
-                self._committed.append(report)
-                self._parent, self._last_failure = iteration_of(report.directory), None
-                console.report(  # in Megatron-LM's words, which other programs wait for
-                    f"  successfully saved checkpoint from iteration {self._parent:7d} to {report.directory.parent}",
-                    event="save",
-                    directory=str(report.directory),
-                    iteration=self._parent,
-                    **scalars(report),
-                )
-                logger.info(f"saved {report.directory} {describe(report)}")
-                for level, text in self._removals:
-                    logger.log(level, text)
-                self._removals = []
+                self._report_success(report)
                 continue
             self._last_failure = message = f"{report.directory} was not saved: {report.error}"
             if self._must_succeed or report.superseded:
                 self.failure = message
             else:
-                logger.warning(f"{message}. Training goes on; the checkpoint before it is still the newest")
+                logger.warning(f"{message}. Training continues; the checkpoint before it is still the newest")
         if together and self.failure is not None:
             self.stop()
 
-
-def describe(report: SaveReport) -> str:
-    """How long a committed save took; training was held up for `blocking` alone, the rest overlapped with it."""
-    times = f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
-    return f"in {times}: {report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
+    def _report_success(self, report: SaveReport) -> None:
+        report.blocking += self._waited
+        self.expected_seconds = report.total
+        self._committed.append(report)
+        self._parent, self._last_failure = iteration_of(report.directory), None
+        console.report(  # in Megatron-LM's words, which other programs wait for
+            f"  successfully saved checkpoint from iteration {self._parent:7d} to {report.directory.parent}",
+            event="save",
+            directory=str(report.directory),
+            iteration=self._parent,
+            **scalars(report),
+        )
+        milliseconds = f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
+        speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
+        logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
+        for level, text in self._removals:
+            logger.log(level, text)
+        self._removals = []
 
 
 def scalars(report: SaveReport) -> dict[str, float]:

@@ -28,7 +28,6 @@ from megatron.training.config.megatron_options import (
     MEGATRON_OPTIONS,
     OLD_VALUES,
     OTHER_NAMES,
-    OtherName,
     arity_of,
     judge,
 )
@@ -44,16 +43,17 @@ class Spelling:
     words: str  # how many it takes: "0", "1", or "*" for all up to the next flag
     convert: Callable[[str], Any] = str  # of one word
     choices: tuple[str, ...] | None = None
+    positive: bool = False
     const: Any = None  # the value, where no word is taken
 
-    def value(self, words: Sequence[str]) -> Any:
-        """The field's value; ValueError says what is wrong with the words."""
+    def value(self, name: str, words: Sequence[str]) -> Any:
+        """The field's value; ValueError says what is wrong with the words after flag `name`."""
         if self.words == "0":
             return self.const
-        values = [self._converted(word) for word in words]
+        values = [self._converted(name, word) for word in words]
         return values if self.words == "*" else values[0]
 
-    def _converted(self, word: str) -> Any:
+    def _converted(self, name: str, word: str) -> Any:
         if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
             word = word[1:-1]  # quotes that a script kept from its shell
         word = OLD_VALUES.get(self.dest, {}).get(word, word)
@@ -61,9 +61,11 @@ class Spelling:
             value = self.convert(word)
         except ValueError:
             kind = {int: "an integer", float: "a number"}.get(self.convert, self.convert.__name__)  # type: ignore[call-overload]
-            raise ValueError(f"{word!r} is not {kind}") from None
+            raise ValueError(f"{name}: {word!r} is not {kind}") from None
         if self.choices is not None and value not in self.choices:
-            raise ValueError(f"{word!r} is not one of {', '.join(self.choices)}")
+            raise ValueError(f"{name}: {word!r} is not one of {', '.join(self.choices)}")
+        if self.positive and not value > 0:
+            raise ValueError(f"{name} must be positive, got {word}")
         return value
 
 
@@ -86,11 +88,13 @@ class FlagParser:
         for section in sections.values():
             hints = typing.get_type_hints(section)
             for flag_field in flag_fields(section):
-                self.spellings |= _spellings(flag_field, _kind_of(flag_field, hints))
+                self.spellings |= _spellings(flag_field, flag_type(flag_field, hints))
         fields = {spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"}
         dests = {spelling.dest for spelling in self.spellings.values()}
         self.other_names = {
-            name: other for name, other in OTHER_NAMES.items() if dests.issuperset([*other.values, *_taken(other)])
+            name: other
+            for name, other in OTHER_NAMES.items()
+            if dests.issuperset(other.values) and (other.takes is None or other.takes in dests)
         }
         for name, other in self.other_names.items():
             self.spellings[name] = fields[other.takes] if other.takes else Spelling(name, "0", const=True)
@@ -116,7 +120,7 @@ class FlagParser:
                 foreign.append((name, values))
             else:
                 _store(line, name, spelling, values)
-        self._say_otherwise(line, argv)
+        self._apply_other_names(line, argv)
         verdict = judge(foreign)
         line.ignored += verdict.ignored
         line.problems += verdict.problems + [self._unknown(name) for name in verdict.unknown]
@@ -138,7 +142,7 @@ class FlagParser:
                     seen.add(flag_field.name)
         return parser.format_help()
 
-    def _say_otherwise(self, line: CommandLine, argv: Sequence[str]) -> None:
+    def _apply_other_names(self, line: CommandLine, argv: Sequence[str]) -> None:
         """The values that other names stand for."""
         for name in dict.fromkeys(word.partition("=")[0] for word in argv):
             if name in self.other_names:
@@ -151,11 +155,6 @@ class FlagParser:
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
         return f"unknown flag {name}: {hint}"
-
-
-def make_parser(sections: dict[str, type]) -> FlagParser:
-    """A parser of the flags of `sections`, by their titles in --help."""
-    return FlagParser(sections)
 
 
 def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[str]]:
@@ -220,14 +219,11 @@ def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
     if hint is bool:
         pairs = zip((True, False), both_spellings(field), strict=True)
         return {name: Spelling(field.name, "0", const=value) for value, names in pairs for name in names}
+    metadata = field.metadata
+    convert = metadata["parse"] or _word(hint)[0]
     words = "*" if typing.get_origin(hint) is list else "1"
-    convert = field.metadata["parse"] or _converter(hint)
-    spelling = Spelling(field.name, words, convert, field.metadata["choices"])
+    spelling = Spelling(field.name, words, convert, metadata["choices"], metadata["positive"])
     return dict.fromkeys(option_names(field), spelling)
-
-
-def _taken(other: OtherName) -> list[str]:
-    return [other.takes] if other.takes else []
 
 
 def _take(words: collections.deque[str], arity: str) -> list[str]:
@@ -246,62 +242,56 @@ def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -
             line.malformed.add(spelling.dest)
         return
     try:
-        line.given[spelling.dest] = spelling.value(words)
+        line.given[spelling.dest] = spelling.value(name, words)
     except ValueError as error:
-        line.problems.append(f"{name}: {error}")
+        line.problems.append(str(error))
         line.malformed.add(spelling.dest)
 
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:
     text = field_docs(section)[field.name].replace("%", "%%")
-    hint = _kind_of(field, typing.get_type_hints(section))
+    hint = flag_type(field, typing.get_type_hints(section))
     name, *others = option_names(field)
     options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
         options |= {"action": "store_const", "const": not field.default}
     else:
-        options |= {"metavar": _metavar(hint)}
+        options["metavar"] = _word(hint)[1]
         if field.metadata["choices"]:
             text += f" One of {', '.join(field.metadata['choices'])}."
+        default: Any = field.default
         if typing.get_origin(hint) is list:
             options["nargs"] = "+"
-        if field.default is not None:
-            default: Any = field.default
-            default = " ".join(map(str, default)) if isinstance(default, tuple) and options.get("nargs") else default
+            default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        if default is not None:
             text += f" (default: {default})"
     group.add_argument(name, help=text + "".join(f" Also {other}." for other in others), **options)
 
 
-def _kind_of(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
-    """What a word of the command line is; a text where the field parses it itself."""
-    return str if field.metadata["parse"] else _without_none(hints[field.name])
-
-
-def _without_none(hint: Any) -> Any:
+def flag_type(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
+    """The type of a field's value when the flag is given; text where the field parses it itself."""
+    hint = hints[field.name]
+    if field.metadata["parse"]:
+        return str
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     return hint
 
 
-def _metavar(hint: Any) -> str:
-    names = {int: "N", float: "X", str: "STR"}
-    if typing.get_origin(hint) is tuple:
-        return ",".join(names[arm] for arm in typing.get_args(hint))
-    return names[typing.get_args(hint)[0] if typing.get_origin(hint) is list else hint]
+def _word(hint: Any) -> tuple[Callable[[str], Any], str]:
+    """From a word of the command line to a value, and what --help calls it.
 
-
-def _converter(hint: Any) -> Callable[[str], Any]:
-    """From a word of the command line to a value: int, float, str, an element of a list, or a tuple written `a,b`."""
+    int, float, str, an element of a list, or a tuple written `a,b`.
+    """
     if typing.get_origin(hint) is list:
-        return _converter(typing.get_args(hint)[0])
+        return _word(typing.get_args(hint)[0])
     if typing.get_origin(hint) is not tuple:
-        assert hint in (int, float, str), hint
-        return hint  # type: ignore[no-any-return]
-    converters = [_converter(arm) for arm in typing.get_args(hint)]
+        return hint, {int: "N", float: "X", str: "STR"}[hint]
+    converters, names = zip(*map(_word, typing.get_args(hint)), strict=True)
 
     def tuple_of(text: str) -> tuple[Any, ...]:
         words = text.strip("() ").split(",")
         return tuple(convert(word.strip()) for convert, word in zip(converters, words, strict=True))
 
     tuple_of.__name__ = f"{len(converters)} numbers joined by commas"  # the type's name in errors
-    return tuple_of
+    return tuple_of, ",".join(names)

@@ -32,6 +32,8 @@ _RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform"
 OTHER_NAMES: dict[str, OtherName] = {
     "--use-rotary-position-embeddings": OtherName({"position_embedding_type": "rope"}),
     "--recompute-activations": OtherName({"recompute_granularity": "selective"}),
+    "--fp8-e4m3": OtherName({"fp8": "e4m3"}),
+    "--fp8-hybrid": OtherName({"fp8": "hybrid"}),
     "--use-dist-ckpt": OtherName({"ckpt_format": "torch_dist"}, wins=False),
     "--verify-integrity": OtherName({"ckpt_verify": True}),
     "--embed-layernorm": OtherName({"embedding_layernorm": True}),

@@ -6,11 +6,10 @@ the model, the data, the optimizer and the data-parallel buffers stand beside th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.loading.strictness import STRICTNESS
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag
 
 
 @dataclass
@@ -25,35 +24,35 @@ class TrainingConfig:
     """Three numbers START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None)
     """Pairs TOKENS:SIZE (0:384 200B:768): the global batch has SIZE from that number of tokens on; K, M, B, T multiply.
-    In place of --global-batch-size."""
+    Replaces --global-batch-size."""
     eval_global_batch_size: int | None = flag(None)
     """Samples per batch of an evaluation. Default: --global-batch-size."""
     decrease_batch_size_if_needed: bool = flag(False)
     """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
-    train_iters: int | None = flag(None)
+    train_iters: int | None = flag(None, positive=True)
     """Number of optimizer steps; exclusive with --train-samples."""
-    train_samples: int | None = flag(None)
+    train_samples: int | None = flag(None, positive=True)
     """Number of training samples; exclusive with --train-iters."""
     seed: int = flag(1234)
     """Seed of everything: initial weights (with the parameter's name), data order, dropout."""
     calculate_per_token_loss: bool = flag(False)
     """Average loss and gradients over all tokens of the global batch, not per micro batch first."""
     check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
-    """Go on when a loss or gradient is NaN or infinite instead of stopping with its rank and iteration."""
+    """Continue when a loss or gradient is NaN or infinite instead of stopping with its rank and iteration."""
     skip_train: bool = flag(False)
     """Only evaluate, do not train."""
     eval_iters: int = flag(100)
     """Global batches per evaluation; 0 turns evaluation off."""
-    eval_interval: int | None = flag(1000)
+    eval_interval: int | None = flag(1000, positive=True)
     """Iterations between evaluations on the validation set."""
-    exit_interval: int | None = flag(None)
+    exit_interval: int | None = flag(None, positive=True)
     """Save and end the process when the iteration is a multiple of this."""
     exit_duration_in_mins: float | None = flag(None)
     """Save and end the process within this many minutes: in time for a save that takes as long as the last one did."""
     exit_signal_handler: bool = flag(False)
     """On SIGTERM or SIGUSR1 finish the iteration, save and end, on all ranks together."""
     manual_gc: bool = flag(False)
-    """Run Python's garbage collector only where we say, at the same iterations on all ranks."""
+    """Run Python's garbage collector only at --manual-gc-interval, at the same iterations on all ranks."""
     manual_gc_interval: int = flag(0)
     """Iterations between garbage collections with --manual-gc; 0: none."""
 
@@ -65,11 +64,11 @@ class DistributedConfig:
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA devices, gloo on CPU."""
     distributed_timeout_minutes: float = flag(10.0)
-    """How long a collective waits for a rank that does not come before the run stops."""
+    """How long a collective waits for a missing rank before the run stops."""
     device: str | None = flag(None, choices=("cpu", "cuda"))
     """Where to train. Default: cuda if there is one."""
     num_threads: int | None = flag(None)
-    """CPU threads per process. Default: $OMP_NUM_THREADS, else an equal share of the cores for every process here."""
+    """CPU threads per process. Default: $OMP_NUM_THREADS, else an equal share of this node's cores."""
     deterministic_mode: bool = flag(False)
     """Only algorithms that give the same bits every time; an operation without one is an error."""
     tf32: bool = flag(False)
@@ -77,13 +76,13 @@ class DistributedConfig:
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
     dry_run: bool = flag(False)
-    """Check the flags, print what the run would be and need, and end: status 0, or 2 if it cannot be. The run has
+    """Check the flags, print what the run would be and need, and exit: status 0, or 2 if it is impossible. The run has
     $WORLD_SIZE processes, else those of one replica."""
 
 
 @dataclass
 class ProfilingConfig:
-    """A look into some iterations."""
+    """Traces of some iterations, and memory."""
 
     profile: bool = flag(False)
     """Trace iterations with torch's profiler, for chrome://tracing, Perfetto or TensorBoard."""
@@ -95,25 +94,20 @@ class ProfilingConfig:
     """Ranks that are traced. Default: 0."""
     profile_dir: str | None = flag(None)
     """Where traces are written. Default: --tensorboard-dir, else the directory profile."""
-    log_memory_interval: int | None = flag(None)
-    """Iterations between reports of the memory in use, the most over all ranks."""
+    log_memory_interval: int | None = flag(None, positive=True)
+    """Iterations between reports of the memory in use, the maximum over ranks."""
 
     def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
-    def _problems(self) -> Iterator[str]:
         if not 1 <= self.profile_step_start < self.profile_step_end:
-            yield (
+            raise ValueError(
                 f"--profile-step-start {self.profile_step_start} must be at least 1 and less than --profile-step-end "
                 f"{self.profile_step_end}"
             )
-        if self.log_memory_interval is not None and self.log_memory_interval < 1:
-            yield f"--log-memory-interval must be positive, got {self.log_memory_interval}"
 
 
 @dataclass
 class PipelineLayoutConfig:
-    """How layers are dealt to pipeline stages."""
+    """How layers are assigned to pipeline stages."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(None)
     """Layers per model chunk of the interleaved schedule; another way to say --virtual-pipeline-model-parallel-size."""
@@ -122,9 +116,9 @@ class PipelineLayoutConfig:
     decoder_last_pipeline_num_layers: int | None = flag(None)
     """Number of layers of the last stage, when it differs from the others."""
     account_for_embedding_in_pipeline_split: bool = flag(False)
-    """Count the embedding as a layer when layers are dealt out: the first chunk has one layer less."""
+    """Count the embedding as a layer when layers are assigned: the first chunk has one layer less."""
     account_for_loss_in_pipeline_split: bool = flag(False)
-    """Count the output layer as a layer when layers are dealt out: the last chunk has one layer less."""
+    """Count the output layer as a layer when layers are assigned: the last chunk has one layer less."""
     pipeline_model_parallel_layout: str | None = flag(None)
     """What stands on every chunk, in Megatron-LM's notation, such as Et*3|(tt|)*6L: E embedding, t layer, L loss; |
     ends a chunk, and *n repeats."""
@@ -139,7 +133,7 @@ class LoggingConfig:
     log_format: str = flag("text", choices=("text", "json"))
     """Print Megatron-LM's lines, or one JSON object per line."""
     print_args: bool = flag(False)
-    """Print all arguments in Megatron-LM's form; they are in <save>/run.json and in TensorBoard in any case."""
+    """Print all arguments in Megatron-LM's form; <save>/run.json and TensorBoard always have them."""
     log_params_norm: bool = flag(False)
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
@@ -155,11 +149,11 @@ class LoggingConfig:
     tensorboard_queue_size: int = flag(1000)
     """Events that TensorBoard keeps in memory before it writes."""
     log_timers_to_tensorboard: bool = flag(False)
-    """Write the timers to TensorBoard, too."""
+    """Also write the timers to TensorBoard."""
     log_memory_to_tensorboard: bool = flag(False)
-    """Write the memory in use to TensorBoard, too (of rank 0; on the CPU the peak of the process)."""
+    """Also write the memory in use to TensorBoard (of rank 0; on the CPU the peak of the process)."""
     log_validation_ppl_to_tensorboard: bool = flag(False)
-    """Write the validation perplexity to TensorBoard, too."""
+    """Also write the validation perplexity to TensorBoard."""
     wandb_project: str | None = flag(None)
     """Report to this project of Weights & Biases (needs the package wandb)."""
     wandb_exp_name: str | None = flag(None)
@@ -176,15 +170,15 @@ class CheckpointConfig:
 
     save: str | None = flag(None)
     """Directory to save checkpoints to."""
-    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
+    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval", positive=True)
     """Iterations between checkpoints; one more is written at the end of the run."""
-    save_interval_secs: float | None = flag(None)
-    """Seconds between checkpoints, besides or in place of --save-interval; any save starts the clock anew."""
-    keep_last_n: int | None = flag(None)
+    save_interval_secs: float | None = flag(None, positive=True)
+    """Seconds between checkpoints, besides or instead of --save-interval; every save resets the clock."""
+    keep_last_n: int | None = flag(None, positive=True)
     """Keep the last N checkpoints and remove older ones, unless another rule keeps them. With a rule alone: 1."""
-    save_retain_interval: int | None = flag(None)
-    """Keep the checkpoints of all multiples of this iteration for ever, and remove others when they are superseded."""
-    keep_best_n: int | None = flag(None)
+    save_retain_interval: int | None = flag(None, positive=True)
+    """Keep the checkpoints of all multiples of this iteration, and remove others when they are superseded."""
+    keep_best_n: int | None = flag(None, positive=True)
     """Keep the N checkpoints with the lowest validation loss, of those at whose iteration it was measured."""
     save_hf: str | None = flag(None)
     """When the run is complete, also write the model there in Hugging Face's form."""
@@ -193,19 +187,19 @@ class CheckpointConfig:
     no_save_rng: bool = flag(False)
     """Leave the random number generators out of checkpoints."""
     load: str | None = flag(None)
-    """Directory to load a checkpoint from. One that is empty or absent: start from random weights, with a warning."""
+    """Directory to load a checkpoint from. If it is empty or absent: start from random weights, with a warning."""
     ckpt_step: int | None = flag(None)
     """Load the checkpoint of this iteration instead of the newest."""
     finetune: bool = flag(False)
     """Load the weights only and start at iteration 0: no optimizer, schedule, generators or data position."""
     no_load_optim: bool = flag(False)
-    """Load weights, iteration and data position, but no optimizer state; the schedules go on by samples."""
+    """Load weights, iteration and data position, but no optimizer state; the schedules continue by samples."""
     no_load_rng: bool = flag(False)
     """Do not load the random number generators."""
     dist_ckpt_strictness: str = flag("raise_all", choices=tuple(STRICTNESS))
-    """What to do about keys that the model wants and the checkpoint lacks (unexpected), and the reverse (all: both)."""
+    """What to do about keys that only the model has (unexpected), or that only the checkpoint has as well (all)."""
     ckpt_fully_parallel_load: bool = flag(False)
-    """Replicas read what they all want in equal shares and exchange it, instead of each reading everything."""
+    """Replicas read equal shares of what they all need and exchange them, instead of each reading everything."""
     ckpt_verify: bool = flag(False)
     """Check what is loaded against the checksums in the checkpoint."""
     pretrained_checkpoint: str | None = flag(None)
@@ -219,19 +213,17 @@ class CheckpointConfig:
     async_save: bool = flag(False)
     """Write checkpoints in the background: training waits for the copy to host memory at most."""
     ckpt_fully_parallel_save: bool = flag(True)
-    """Let the first of the ranks that hold the same weights write them, in place of sharing them out."""
+    """Let the first of the ranks that hold the same weights write all of them instead of sharing the work."""
     ckpt_assume_constant_structure: bool = flag(False)
     """Plan once without comparing between saves; a change of structure is an error then."""
     dist_ckpt_workers: int = flag(2)
     """Files that each rank writes at once."""
     ckpt_staging_mem_limit: float | None = flag(None)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
-    ckpt_save_timeout_minutes: float = flag(10.0)
-    """A save fails when no rank has written anything for so long."""
-    transformer_impl: str = flag("transformer_engine", choices=("local", "transformer_engine"))
-    """Whose modules of Megatron-LM legacy files are for: names and the order of parameters differ; results do not."""
+    ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
+    """A save fails when no rank has written anything for this long."""
     exit_on_save_failure: bool = flag(False)
-    """Stop when a checkpoint cannot be saved, in place of a warning."""
+    """Stop when a checkpoint cannot be saved, instead of warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))
     """Write what was loaded in this format, and exit."""
     ckpt_convert_save: str | None = flag(None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import raise_problems
 from megatron.training.checkpoint.args import read_stored_args, with_stored_args
-from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, make_parser, parse_flags
+from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, parse_flags
 from megatron.training.config.options import (
     CheckpointConfig,
     DistributedConfig,
@@ -31,7 +31,7 @@ from megatron.training.config.options import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megatron.training.data.microbatches import BatchSchedule, build_batch_schedule, parse_steps
+from megatron.training.data.microbatches import BatchSchedule, rampup_steps, token_steps
 from megatron.training.data.samplers import DataLoaderConfig
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
@@ -55,7 +55,7 @@ class Config:
     ddp: DistributedDataParallelConfig
     distributed: DistributedConfig
     profiling: ProfilingConfig
-    notes: list[str] = field(default_factory=list)  # what was changed or dropped, to be told once
+    notes: list[str] = field(default_factory=list)  # what was changed or dropped, logged once
 
     def flags(self) -> dict[str, Any]:
         """Every option by its field name, as it holds after all rules."""
@@ -79,15 +79,17 @@ class Config:
 
     def batch_schedule(self, dp_size: int) -> BatchSchedule:
         """Global batch size and micro batches at any point of the run."""
-        training, steps = self.training, self.training.step_batch_size_schedule
-        return build_batch_schedule(
-            training.global_batch_size,
-            training.micro_batch_size,
-            dp_size,
-            training.rampup_batch_size,
-            training.decrease_batch_size_if_needed,
-            () if steps is None else parse_steps(steps, self.data.seq_length),
-        )
+        training = self.training
+        size = training.global_batch_size
+        if size is None:
+            size = training.micro_batch_size * dp_size
+        if training.step_batch_size_schedule is not None:
+            steps = token_steps(training.step_batch_size_schedule, self.data.seq_length)
+        elif training.rampup_batch_size is not None:
+            steps = rampup_steps(training.rampup_batch_size, size)
+        else:
+            steps = ((0, size),)
+        return BatchSchedule(steps, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed)
 
     def schedule(self) -> Schedule:
         """Learning rate and weight decay over the run."""
@@ -135,11 +137,11 @@ SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Con
 
 def flag_parser() -> FlagParser:
     """The parser of `pretrain_gpt.py`."""
-    return make_parser({title: section for title, (_, section) in SECTIONS.items()})
+    return FlagParser({title: section for title, (_, section) in SECTIONS.items()})
 
 
 def replica_size(argv: Sequence[str]) -> int:
-    """Processes that one replica of the model takes; 1 where the flags do not tell."""
+    """Processes that one replica of the model takes; 1 where the flags do not say."""
     given = flag_parser().parse(argv).given
     sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     return math.prod(given.get(name, 1) for name in sizes)
@@ -210,7 +212,7 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
     """Values that follow from other flags, and notes about what was changed; adds to `problems`."""
     given, notes = dict(given), []
     if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
-        notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is one")
+        notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is only one")
         given["sequence_parallel"] = False
     try:
         chunks = _chunks_per_stage(given)
@@ -218,12 +220,13 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     except ValueError as error:
         problems.append(str(error))
-    if given.get("transformer_impl") == "transformer_engine":
-        notes.append("--transformer-impl transformer_engine: computed by the layers here, which are the same model")
+    if given.get("fp8") is not None and "transformer_impl" not in given:
+        notes.append("--transformer-impl transformer_engine: --fp8-format needs it")
+        given["transformer_impl"] = "transformer_engine"
     if "fim_rate" in given and not given.get("fim_data"):
         problems.append(
-            f"--fim-rate {given['fim_rate']} without --fim-data: to Megatron-LM this is no fill-in-the-middle data, to "
-            "BigCode's fork it is: add --fim-data, or leave it out"
+            f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM ignores it, BigCode's fork fills in the "
+            "middle: add --fim-data, or leave out --fim-rate"
         )
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
@@ -239,7 +242,7 @@ def _chunks_per_stage(given: Given) -> int | None:
     ways = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", _LAYOUT)
     said = [f"--{name.replace('_', '-')}" for name in ways if given.get(name) is not None]
     if len(said) > 1:
-        raise ValueError(f"{' and '.join(said)} say the same: give one")
+        raise ValueError(f"{' and '.join(said)} set the same thing: give one of them")
     pp_size = given.get("pipeline_model_parallel_size", 1)
     if layout is not None:
         count = len(parse_layout(layout))
@@ -257,16 +260,19 @@ def _chunks_per_stage(given: Given) -> int | None:
     return int(layers // pp_size // per_chunk)
 
 
+def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
+    """A line for each of `sizes` (name to value) that is no multiple of `divisor`."""
+    for name, value in sizes.items():
+        if value % max(divisor, 1):
+            yield f"{name} {value} is not divisible by {by} {divisor}"
+
+
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     if training.train_iters is not None and training.train_samples is not None:
         yield f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
     if training.train_iters is None and training.train_samples is None:
-        yield "how long? give --train-iters or --train-samples"
-    for name in ("eval_interval", "exit_interval", "train_iters", "train_samples"):
-        value = getattr(training, name)
-        if value is not None and value < 1:
-            yield f"--{name.replace('_', '-')} must be positive, got {value}"
+        yield "set --train-iters or --train-samples: how long the run is"
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
@@ -294,9 +300,7 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
     if 0 not in config.model.moe_layer_pattern:
         del split["--ffn-hidden-size"]  # every layer has experts
-    for name, value in split.items():
-        if value % tp_size:
-            yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
+    yield from _not_divisible(split, "--tensor-model-parallel-size", tp_size)
 
 
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
@@ -329,31 +333,42 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
+    """What attention of Transformer Engine cannot do over ranks of p2p and all_gather."""
+    model, cp_comm_type = config.model, config.parallel.cp_comm_type
+    if model.transformer_impl == "local" or config.parallel.cp_size == 1 or cp_comm_type == "a2a":
+        return
+    for flag_name, given in {
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
+        "--window-size": model.window_size is not None and cp_comm_type == "p2p",
+    }.items():
+        if given:
+            yield (
+                f"{flag_name} with --cp-comm-type {cp_comm_type} needs --transformer-impl local; with "
+                "transformer_engine take --cp-comm-type a2a"
+            )
+
+
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     if not model.has_experts:
         if parallel.ep_size > 1:
             yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
         return
-    if model.experts % max(parallel.ep_size, 1):
-        yield f"--num-experts {model.experts} is not divisible by --expert-model-parallel-size {parallel.ep_size}"
-    if model.moe_ffn_size % max(parallel.etp_size, 1):
-        yield (
-            f"--moe-ffn-hidden-size {model.moe_ffn_size} is not divisible by --expert-tensor-parallel-size "
-            f"{parallel.etp_size} (by default --tensor-model-parallel-size)"
-        )
-    if (model.moe_shared_expert_intermediate_size or 0) % parallel.tp_size:
-        yield (
-            f"--moe-shared-expert-intermediate-size {model.moe_shared_expert_intermediate_size} is not divisible by "
-            f"--tensor-model-parallel-size {parallel.tp_size}"
-        )
+    width, shared = model.moe_ffn_size, model.moe_shared_expert_intermediate_size or 0
+    yield from _not_divisible({"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size)
+    yield from _not_divisible({"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size)
+    yield from _not_divisible(
+        {"--moe-shared-expert-intermediate-size": shared}, "--tensor-model-parallel-size", parallel.tp_size
+    )
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} needs --sequence-parallel: every rank "
             "routes tokens of its own"
         )
     if config.optimizer.optimizer == "muon":
-        yield "--optimizer muon does not know experts: take adam"
+        yield "--optimizer muon does not support experts: use adam"
     parallel.edp_size(world_size)
 
 
@@ -438,24 +453,15 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    for name in (
-        "save_interval",
-        "save_interval_secs",
-        "keep_last_n",
-        "save_retain_interval",
-        "keep_best_n",
-        "ckpt_save_timeout_minutes",
-    ):
-        value = getattr(checkpoint, name)
-        if value is not None and not value > 0:
-            yield f"--{name.replace('_', '-')} must be positive, got {value}"
     if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
         yield (
-            f"--keep-best-n {checkpoint.keep_best_n} goes by the validation loss: give --eval-interval (one that meets "
+            f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give --eval-interval (one that meets "
             "the saved iterations) and --eval-iters"
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
         yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
+    if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
+        yield f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds torch_dist checkpoints alone"
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         yield "--ckpt-convert-format and --ckpt-convert-save go together"
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
@@ -470,6 +476,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
     (_check_context_parallel, "model parallel data"),
+    (_check_back_end, "model parallel data"),
     (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),

@@ -15,10 +15,10 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from megatron.core.utils import flag
 
 Batch = dict[str, torch.Tensor]
 
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the training process, sent to all
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the training process, but sent to all
 
 
 @dataclass
@@ -49,29 +49,11 @@ class DataLoaderConfig:
             raise ValueError(f"--num-workers must not be negative, got {self.num_workers}")
 
 
-class Stream(Protocol):
-    """A sequence of sample numbers; `end` is its length, or None if it never ends."""
-
-    end: int | None
-
-    def __call__(self, start: int, stop: int) -> list[int]:
-        """The samples at positions `[start, stop)`."""
-
-
-class SequentialStream:
-    """Position p holds sample p."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.end: int | None = num_samples
-
-    def __call__(self, start: int, stop: int) -> list[int]:
-        return list(range(start, stop))
+Stream = Callable[[int, int], list[int]]  # the samples at positions [start, stop)
 
 
 class CyclicStream:
     """Position p holds entry p mod N of a permutation that seed and epoch (p div N) decide."""
-
-    end: int | None = None
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
@@ -91,29 +73,18 @@ class CyclicStream:
         return np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
 
 
-class MicrobatchSampler:
+def microbatches(
+    stream: Stream, end: int | None, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[list[int]]:
     """Lists of sample numbers, one per micro batch of one replica, from `consumed_samples` on.
 
-    A stream that ends is left where not all replicas would get a whole micro batch.
+    A stream with an `end` is left where not all replicas would get a whole micro batch.
     """
-
-    def __init__(
-        self, stream: Stream, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
-    ) -> None:
-        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
-        self.stream = stream
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.micro_batch_size * self.dp_size
-        start = self.consumed_samples
-        while self.stream.end is None or start + step <= self.stream.end:
-            first = start + self.dp_rank * self.micro_batch_size
-            yield self.stream(first, first + self.micro_batch_size)
-            start += step
+    step, start = micro_batch_size * dp_size, consumed_samples
+    while end is None or start + step <= end:
+        first = start + dp_rank * micro_batch_size
+        yield stream(first, first + micro_batch_size)
+        start += step
 
 
 def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
@@ -123,7 +94,7 @@ def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
 
 
 class _ErrorsAsSamples:
-    """A data set that returns its ValueErrors: raised in a worker process, they would arrive inside its traceback."""
+    """A data set that returns its ValueErrors: raised in a worker, they would arrive wrapped in its traceback."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -159,16 +130,18 @@ class DataIterator:
         cp: ContextParallel = WHOLE_SEQUENCES,
         pin_memory: bool = False,
     ) -> None:
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         cyclic = config.dataloader_type == "cyclic"
-        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else SequentialStream(len(dataset))
-        self.sampler = MicrobatchSampler(stream, consumed_samples, micro_batch_size, dp_rank, dp_size)
+        self._stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
+        self._end = None if cyclic else len(dataset)
+        self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
         self.num_workers = config.num_workers
         self._stop: Event = multiprocessing.Event()
         self._batches: Any = None  # the iterator of a DataLoader
-        # The interpreter terminates worker processes when it ends: they must know before that it is meant.
+        # The interpreter terminates worker processes when it ends: they must know beforehand that this is intended.
         atexit.register(weakref.finalize(self, self._stop.set))
 
     def __iter__(self) -> DataIterator:
@@ -202,13 +175,13 @@ class DataIterator:
         self._stop.clear()
         loader: DataLoader[Any] = DataLoader(
             _ErrorsAsSamples(self.dataset),  # type: ignore[arg-type]  # has __getitem__, which is all that is used
-            batch_sampler=self.sampler,
+            batch_sampler=microbatches(self._stream, self._end, *self._place),  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=_collate,
             worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
-            generator=torch.Generator(),  # it draws a seed, which must not come from the generator of the training
+            generator=torch.Generator(),  # it draws a seed, which must not come from training's generator
         )
-        # Signals that come while workers start wait until `_ignore_signals_until` has told them what to do.
+        # Signals that come while workers start wait until `_ignore_signals_until` has set their handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
             return iter(loader)
@@ -216,10 +189,10 @@ class DataIterator:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _exhausted(self) -> str:
-        sampler = self.sampler
+        consumed_samples, micro_batch_size, _, dp_size = self._place
         return (
-            f"the data is used up: of {len(self.dataset)} samples, {sampler.consumed_samples} were consumed before "
-            f"this run, and no micro batch of {sampler.micro_batch_size} for each of {sampler.dp_size} replicas is "
+            f"the data is used up: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
+            f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
             "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )
 
@@ -229,7 +202,7 @@ def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
     end when the training process closes them, or is gone.
 
     torch's worker loop ends then, too, but its process waits until its last batches have been read, and workers that
-    were started later hold the pipe open: large batches would keep all of them for ever.
+    were started later hold the pipe open: with large batches, all of them would stay forever.
     """
 
     def end_with_parent() -> None:

@@ -78,7 +78,7 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The type that is meant; pretrain_gpt.py of Megatron-LM has this default, too."""
+        """The type, or the default that Megatron-LM's pretrain_gpt.py has, too."""
         return self.tokenizer_type or "GPT2BPETokenizer"
 
 
@@ -98,7 +98,7 @@ def _path(kind: str, flag_name: str, value: str | None) -> Path:
 
 
 class NullTokenizer:
-    """Text is decimal ids separated by blanks: `--vocab-size n` makes n + 1 tokens, the last of them EOD.
+    """Text is decimal ids separated by spaces: `--vocab-size n` makes n + 1 tokens, the last of them EOD.
 
     With `eod` there are n, and this is one of them.
     """
@@ -109,7 +109,7 @@ class NullTokenizer:
         if vocab_size is None or vocab_size < 1:
             raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {vocab_size}")
         if eod is not None and not 0 <= eod < vocab_size:
-            raise ValueError(f"--null-tokenizer-eod-id {eod} is none of the {vocab_size} tokens of --vocab-size")
+            raise ValueError(f"--null-tokenizer-eod-id {eod} is not one of the {vocab_size} tokens of --vocab-size")
         self.vocab_size = vocab_size + 1 if eod is None else vocab_size
         self.eod = self.vocab_size - 1 if eod is None else eod
 
@@ -117,7 +117,7 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise ValueError(f"NullTokenizer reads decimal ids separated by blanks, not {text[:80]!r}") from None
+            raise ValueError(f"NullTokenizer reads decimal ids separated by spaces, not {text[:80]!r}") from None
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise ValueError(f"id {wrong} is not in 0..{self.vocab_size - 1}: raise --vocab-size")
@@ -186,7 +186,7 @@ class LegacySentencePieceTokenizer(SentencePieceTokenizer):
         return ids + super().tokenize(text[start:])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Special tokens have a blank on either side, as Megatron-LM writes them."""
+        """Special tokens have a space on either side, as Megatron-LM writes them."""
         parts: list[str] = []
         plain: list[int] = []
         for number in ids:
@@ -208,7 +208,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         return [self._processor.bos_id(), *super().tokenize(text)]
 
 
-# How published tokenizers call the token that ends a document, for tokenizer.json files that come alone.
+# What published tokenizers call the token that ends a document; a tokenizer.json alone does not say.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 
 
@@ -218,8 +218,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | None, trust_remote_code: bool = False, special_tokens: Sequence[str] = ()) -> None:
         if path is None:
             raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
-        load = _load_huggingface if Path(path).exists() else _load_from_hub
-        self._tokenizer = load(path, trust_remote_code)
+        self._tokenizer = _load_huggingface(path, trust_remote_code)
         self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
         self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
         ids = self._tokenizer.get_vocab().values()
@@ -242,35 +241,30 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab().get(token)
 
 
-def _load_from_hub(name: str, trust_remote_code: bool) -> Any:
-    """A tokenizer by its name on the Hugging Face hub, from the local cache if it is there."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise ValueError(f"--tokenizer-model {name}: no such file or directory, and no name on the Hugging Face hub")
-    from transformers import AutoTokenizer  # here: it takes seconds to import
-
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of the network, the hub, or the files
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"--tokenizer-model {name}: no such file or directory, and it could not be had from the Hugging Face hub "
-            f"({reason}): download it where there is a network and give its directory"
-        ) from None
-
-
 def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
-    """A directory, or the directory of a tokenizer.json that has its configuration beside it, or the file alone."""
+    """A directory; the directory of a tokenizer.json that has its configuration beside it, or the file alone; or a name
+    on the hub, which comes from the local cache if it is there."""
+    path, missing = Path(name), f"--tokenizer-model {name}: no such file or directory"
+    exists = path.exists()
+    if not exists and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith(".")):
+        raise ValueError(f"{missing}, and no name on the Hugging Face hub")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # here: it takes seconds to import
 
-    path = Path(name)
     if path.is_file() and (path.parent / "tokenizer_config.json").is_file():
         path = path.parent
     try:
-        if path.is_dir():
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
+        if not path.is_file():
+            return AutoTokenizer.from_pretrained(
+                str(path), local_files_only=exists, trust_remote_code=trust_remote_code
+            )
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # the libraries below raise bare Exception
-        raise ValueError(f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}") from error
+    except Exception as error:  # of the network, the hub, or the libraries below, which raise bare Exception
+        if exists:
+            raise ValueError(f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}") from error
+        raise ValueError(
+            f"{missing}, and it could not be loaded from the Hugging Face hub ({str(error).splitlines()[0]}): download "
+            "it where there is a network and give its directory"
+        ) from None
     known = tokenizer.get_vocab()
     tokenizer.eos_token = next((token for token in END_TOKENS if token in known), None)
     return tokenizer

@@ -1,6 +1,6 @@
 """What a run reports: one line per interval, and one point per iteration for TensorBoard and Weights & Biases.
 
-Losses stay on the device until a line is due: no iteration waits for a number that nobody reads yet.
+Losses stay on the device until a line is due, so that no iteration waits for the device.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,49 +24,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Iteration:
-    """The numbers of one iteration."""
+    """The numbers of one iteration; those from `lm_loss` on are filled in when they are read from the device."""
 
     iteration: int
     consumed_train_samples: int
     batch_size: int
     learning_rate: float
     loss_scale: float
-    lm_loss: float
-    grad_norm: float
-    skipped: bool  # the update was left out because the gradient was not finite
+    lm_loss: float = math.nan
+    grad_norm: float = math.nan
+    skipped: bool = False  # the update was left out because the gradient was not finite
     num_zeros_in_grad: float | None = None
     params_norm: float | None = None
     experts: dict[str, list[float]] = field(default_factory=dict)  # auxiliary losses and loads, of each layer with some
 
 
-@dataclass(frozen=True)
-class PendingIteration:
-    """An iteration whose numbers are still on the device."""
+class OnDevice(NamedTuple):
+    """What an iteration has left on the device."""
 
-    iteration: int
-    consumed_train_samples: int
-    batch_size: int
-    learning_rate: float
-    loss_scale: float
     loss: torch.Tensor  # fp32 [numerator, denominator] of this rank's micro batches on the last stage, zeros elsewhere
     step: StepResult
-    params_norm: torch.Tensor | None
+    params_norm: torch.Tensor | None = None
     experts: torch.Tensor | None = None  # this rank's share of `measured` of the experts, by layer
-
-    def finish(self, lm_loss: float, experts: dict[str, list[float]]) -> Iteration:
-        return Iteration(
-            iteration=self.iteration,
-            consumed_train_samples=self.consumed_train_samples,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            loss_scale=self.loss_scale,
-            lm_loss=lm_loss,
-            grad_norm=self.step.grad_norm.item(),
-            skipped=bool(self.step.skipped.item()),
-            num_zeros_in_grad=None if self.step.num_zeros is None else self.step.num_zeros.item(),
-            params_norm=None if self.params_norm is None else self.params_norm.item(),
-            experts=experts,
-        )
 
 
 @dataclass(frozen=True)
@@ -146,20 +125,16 @@ class TrainingLog:
         self._flops_per_token = flops_per_token
         self._seq_length = seq_length
         self._model = model
-        self._pending: list[PendingIteration] = []
+        self._pending: list[tuple[Iteration, OnDevice]] = []
         self._excluded = 0.0
         self._start = self._clock()
 
-    def record(self, iteration: PendingIteration) -> None:
-        self._pending.append(iteration)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._pending
+    def record(self, iteration: Iteration, on_device: OnDevice) -> None:
+        self._pending.append((iteration, on_device))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the block."""
+        """Exclude the time of the block from the interval."""
         start = self._now()
         yield
         self._excluded += self._now() - start
@@ -167,11 +142,9 @@ class TrainingLog:
     def close_interval(self) -> Interval:
         """All iterations since the last call, with their losses, the same on every rank. Collective."""
         assert self._pending
-        losses = reduce_losses([it.loss for it in self._pending], self._ps)
-        experts = self._of_experts()
-        iterations = [
-            it.finish(*of_it) for it, of_it in zip(self._pending, zip(losses, experts, strict=True), strict=True)
-        ]
+        losses = reduce_losses([on_device.loss for _, on_device in self._pending], self._ps)
+        rows = zip(self._pending, losses, self._of_experts(), strict=True)
+        iterations = [_read(iteration, on_device, loss, experts) for (iteration, on_device), loss, experts in rows]
         now = self._now()
         tokens = self._seq_length * sum(it.batch_size for it in iterations)
         seconds = max(now - self._start - self._excluded, 1e-9)
@@ -180,7 +153,7 @@ class TrainingLog:
 
     def _of_experts(self) -> list[dict[str, list[float]]]:
         """Of every pending iteration the measurements of the layers with experts. Collective where there are any."""
-        shares = [it.experts for it in self._pending if it.experts is not None]
+        shares = [on_device.experts for _, on_device in self._pending if on_device.experts is not None]
         if not shares or self._model is None:
             return [{} for _ in self._pending]
         total = torch.stack(shares)
@@ -195,10 +168,24 @@ class TrainingLog:
         return self._clock()
 
 
+def _read(iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]) -> Iteration:
+    """`iteration` with its numbers from the device; waits for them."""
+    num_zeros, norm = on_device.step.num_zeros, on_device.params_norm
+    return replace(
+        iteration,
+        lm_loss=loss,
+        grad_norm=on_device.step.grad_norm.item(),
+        skipped=bool(on_device.step.skipped.item()),
+        num_zeros_in_grad=None if num_zeros is None else num_zeros.item(),
+        params_norm=None if norm is None else norm.item(),
+        experts=experts,
+    )
+
+
 def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
     """From [numerator, denominator] pairs of every rank to losses over the whole batch, on every rank.
 
-    The last stage knows them; its tensor-parallel ranks hold the same values, so the first of them speaks.
+    The last stage has them; its tensor-parallel ranks hold the same values, so only the first one contributes.
     """
     pairs = torch.stack(list(losses)).to(torch.float64)
     if not (ps.pp.is_last and ps.tp.is_first):

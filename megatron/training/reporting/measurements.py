@@ -37,7 +37,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def memory_line(iteration: int, device: torch.device) -> str:
-    """The largest of every number over all ranks, with the rank that has it. Collective."""
+    """The maximum of every number over all ranks, with its rank. Collective."""
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, memory(device))
     parts = []
@@ -47,7 +47,7 @@ def memory_line(iteration: int, device: torch.device) -> str:
         what = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
         amount = f"{value / 1e9:.3f} GB" if name.endswith("-bytes") else f"{value:.0f}"
         parts.append(f"{what} {amount} (rank {largest})")
-    return f"memory after iteration {iteration}, the most over ranks: {', '.join(parts)}"
+    return f"memory after iteration {iteration}, maximum over ranks: {', '.join(parts)}"
 
 
 @torch.no_grad()

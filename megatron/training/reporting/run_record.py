@@ -3,9 +3,9 @@
     <save>/run.json                      the newest start: command, arguments, summary, versions
     <save>/runs/20260131T101500-4711.jsonl    one file for each start, one JSON object per line
 
-Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run goes on. `interval`
-has the numbers of a line of the log, `point` those of an evaluation or a committed save, `end` the reason. A line is
-flushed as it is written: a process that dies loses nothing but a line that it was writing, and leaves no `end`.
+Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run continues.
+`interval` has the numbers of a log line, `point` those of an evaluation or a committed save, `end` the reason. Lines
+are flushed as they are written: a process that dies loses at most the line that it was writing, and leaves no `end`.
 Reading needs the standard library alone.
 """
 
@@ -74,12 +74,12 @@ class RecordedStart:
 
     @property
     def first(self) -> int:
-        """The last iteration that was done before."""
+        """The last iteration before this start."""
         return int(self.start["iteration"])
 
     @property
     def last(self) -> int:
-        """The last iteration that is known of."""
+        """The last recorded iteration."""
         return max([self.first, *(row["iteration"] for row in self.intervals)])
 
     @property
@@ -88,14 +88,14 @@ class RecordedStart:
 
     @property
     def ended(self) -> float:
-        """When it was last heard of."""
+        """The time of its last line."""
         return max(
             row["time"] for row in [self.start, *self.intervals, *self.points, *([self.end] if self.end else [])]
         )
 
 
 def read_record(save: str | Path) -> list[RecordedStart]:
-    """All starts under `save` in order of time; torn and unknown lines are passed over."""
+    """All starts under `save` in order of time; torn and unknown lines are skipped."""
     starts = []
     for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
         rows = [row for row in map(_parse, path.read_text(encoding="utf-8").splitlines()) if row is not None]

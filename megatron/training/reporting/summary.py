@@ -1,4 +1,4 @@
-"""What a run is: told before its first iteration, and recorded from its first line to its end."""
+"""What a run is: printed before its first iteration, and recorded from its first line to its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from megatron import __version__
 from megatron.core.durable_files import write_json
+from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.utils import size_text
 from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
@@ -35,7 +37,11 @@ JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
 
 
 def run_shape(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunShape:
-    """What planning needs to know of a run; `config.model.vocab_size` must be known."""
+    """What planning needs to know of a run; `config.model.vocab_size` must be known.
+
+    It is planned with the local layers: shapes are the same, and no other back end need be installed.
+    """
+    config = replace(config, model=replace(config.model, transformer_impl="local", fp8=None))
     batches = config.batch_schedule(config.parallel.dp_size(world_size))
     return RunShape(
         model=config.model,
@@ -54,22 +60,22 @@ def run_shape(config: Config, world_size: int, model_provider: ModelProvider, de
     )
 
 
-def summarize(
-    config: Config, world_size: int, model_provider: ModelProvider, device: torch.device, start: str = ""
-) -> dict[str, str]:
-    """What a run of `world_size` processes is, by topic; needs no process group. `start`: where it goes on."""
-    plan = plan_run(run_shape(config, world_size, model_provider, device.type), world_size)
-    model, training, parallel = config.model, config.training, config.parallel
+def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = "") -> dict[str, str]:
+    """What a run of `world_size` processes is, by topic. `start`: where it continues."""
+    training = config.training
+    active = "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
+    several = config.parallel.pp_size > 1
     topics = {
         "model": _model(config),
-        "parameters": f"{amount(plan.num_parameters)}, {_active(plan)} active for every token",
+        "parameters": f"{amount(plan.num_parameters)}, {active} active for every token",
         "layout": f"{layout_name(config, world_size)} on {world_size} ranks",
-        **{f"stage {stage.ps.pp.rank}": _stage(config, world_size, stage) for stage in plan.stages},
-        "device": f"{_device(device)} on every rank",
+        **{f"stage {s.ps.pp.rank}": _stage(config, world_size, s) for s in plan.stages if several},
+        "bubble": f"{100 * plan.bubble:.1f} % of a step" if several else "",
+        "device": device,
         "precision": _precision(config),
         "batch": f"{training.global_batch_size} samples of {config.data.seq_length} tokens, "
         f"{plan.num_microbatches} micro batches of {training.micro_batch_size} on each of "
-        f"{parallel.dp_size(world_size)} replicas",
+        f"{config.parallel.dp_size(world_size)} replicas",
         "length": _length(config),
         "start": start,
         "memory": memory_of(plan),
@@ -77,13 +83,19 @@ def summarize(
         + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
-    if model.num_layers == sum(len(chunk) for chunk in config.layer_ranges()[0]):
-        topics.pop("stage 0")
     return {topic: text for topic, text in topics.items() if text}
 
 
-def _active(plan: RunPlan) -> str:
-    return "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
+def plan_page(config: Config, world_size: int, plan: RunPlan) -> str:
+    """Notes, summary and what every stage needs, of a run that is not started."""
+    notes = [f"note: {note}" for note in config.notes]
+    return "\n".join([*notes, as_lines(summarize(config, world_size, plan)), "", plan.table()])
+
+
+def set_planned_vocab_size(config: Config) -> None:
+    """For a plan --vocab-size is enough: the tokenizer's files need not be there."""
+    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
+    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
 
 
 def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
@@ -93,39 +105,37 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     """
     world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
     config = parse_args(argv, world_size)
-    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
-    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
-    topics = summarize(config, world_size, model_provider, torch.device("cpu"))
-    plan = plan_run(run_shape(config, world_size, model_provider), world_size)
-    notes = [f"note: {note}" for note in config.notes]
-    return "\n".join([*notes, as_lines({**topics, "device": "nothing was started"}), "", plan.table()])
+    set_planned_vocab_size(config)
+    return plan_page(config, world_size, plan_run(run_shape(config, world_size, model_provider), world_size))
 
 
 @contextmanager
-def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[list[Writer]]:
-    """Where the run reports to while the block runs: on rank 0 `writers` and those of the flags, elsewhere nothing.
-
-    Tells what the run is before, and records how it ended after.
-    """
+def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
+    """Say what the run is, give rank 0 `writers` and those of the flags during the block, record how it ended."""
     if run.ps.rank > 0:
-        yield []
+        yield
         return
     config, flags = run.config, run.config.flags()
     start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
-    topics = summarize(config, run.ps.world_size, model_provider, run.device, start)
+    world_size = run.ps.world_size
+    plan = plan_run(run_shape(config, world_size, model_provider, run.device.type), world_size)
+    topics = summarize(config, world_size, plan, f"{_device(run.device)} on every rank", start)
     console.report(as_lines(topics), event="start", **topics)
     if config.logging.print_args:
         console.report(
             arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()}
         )
-    everything = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
-    record = RunRecord(config.checkpoint.save) if config.checkpoint.save is not None else None
+    # Records and logs are appended to line by line, which object storage cannot: they need a directory of their own.
+    save = config.checkpoint.save
+    directory = None if save is None or isinstance(path_of(save), ObjectPath) else save
+    run.writers = [*writers, *make_writers(config.logging, directory, flags)]
+    record = None if directory is None else RunRecord(directory)
     if record is not None:
-        everything.append(RecordWriter(record))
+        run.writers.append(RecordWriter(record))
         _record_start(run, record, topics)
     ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
     try:
-        yield everything
+        yield
         ended = {"reason": run.exit_reason or "complete", "failed": False}
     except BaseException as error:
         ended["reason"] = f"{type(error).__name__}: {error}"
@@ -133,7 +143,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     finally:
         if record is not None:
             record.write("end", iteration=run.state.iteration, **ended)
-        for writer in everything:
+        for writer in run.writers:
             writer.close()
 
 
@@ -191,7 +201,7 @@ def versions() -> dict[str, str]:
 
 def amount(count: float) -> str:
     """Such as 9.87M or 70.6B."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{count / limit:.3g}{unit}"
     return f"{count:.0f}"
@@ -249,6 +259,8 @@ def _device(device: torch.device) -> str:
 
 def _precision(config: Config) -> str:
     name = str(config.model.params_dtype).removeprefix("torch.")
+    if config.model.fp8 is not None:
+        name += f", layers in fp8 ({config.model.fp8}, {config.model.fp8_recipe} scaling)"
     return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
 
 

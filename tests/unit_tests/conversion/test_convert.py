@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import WRITERS, Options, compare, convert
+from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
+from megatron.conversion.files import Options
+from megatron.conversion.find_checkpoint import FORMATS as READABLE
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.open_checkpoint import FORMATS as READABLE
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
@@ -138,7 +138,7 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no checkpoint in a format that we know"):
+    with pytest.raises(ValueError, match="no checkpoint in a known format"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):

@@ -1,28 +1,26 @@
 """`tools/checkpoint/convert.py` on the command line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.deepspeed.files import find_universal
-from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
+from megatron.conversion.deepspeed.writer import write_universal
+from megatron.conversion.files import Options
 from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.model_space.source import read_whole
-from megatron.conversion.open_checkpoint import open_checkpoint
-from tests import ROOT
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.convert_tool import run_convert
 
-TOOL = ROOT / "tools" / "checkpoint" / "convert.py"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 
 def run(*words: object) -> str:
-    done = subprocess.run([sys.executable, TOOL, *map(str, words)], text=True, capture_output=True)
+    done = run_convert(*words)
     return done.stdout + done.stderr.split("\r")[-1] if done.returncode else done.stdout
 
 
@@ -80,7 +78,7 @@ def test_options_for_other_formats_are_named(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_universal_root(tmp_path: Path) -> None:
-    write_universal(random_source(GPT_ARGS), tmp_path / "in", UniversalOptions())
+    write_universal(random_source(GPT_ARGS), tmp_path / "in", Options())
     assert open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors
     with pytest.raises(ValueError, match="--ckpt-step 8"):
         open_checkpoint(tmp_path / "in", step=8)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import Options, compare, convert
+from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.files import Options
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.memory_source import LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.convert_tool import run_convert
 
 FORMATS = ("torch_dist", "legacy", "hf", "universal")
 
@@ -113,11 +115,11 @@ def content(directory):
     }
 
 
-def tool(*words, code=None):
-    """What the converter says: the process, from the command line or from Python that gets our arguments."""
-    command = [sys.executable, "-c", code] if code else [sys.executable, ROOT / "tools/checkpoint/convert.py"]
+def process(code, *words):
+    """What Python says that runs `code` with these words: for what ends or stops a process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *map(str, words)], text=True, capture_output=True, env=environment, timeout=120)
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, text=True, capture_output=True, env=environment, timeout=120)
 
 
 @pytest.mark.parametrize("form,number", CASES, ids=[f"{form}-{number}" for form, number in CASES])
@@ -137,7 +139,7 @@ def test_a_full_disk(sources, disk, saver):
     disk.mount("size=768k")
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
-    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", disk.path / "target")
+    said = run_convert("--saver", saver, "--load-dir", sources / form, "--save-dir", disk.path / "target")
     last = said.stderr.strip().splitlines()[-1]
     assert said.returncode == 1 and last.startswith("error: ") and "No space left" in last, said.stderr
     assert str(disk.path) in last and "Traceback" not in said.stderr
@@ -148,10 +150,13 @@ def test_a_full_disk(sources, disk, saver):
 @pytest.mark.parametrize("saver", FORMATS)
 def test_a_file_that_cannot_grow(sources, tmp_path, saver):
     """A quota, where no file system can be mounted."""
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-    limited += "import sys; from tools.checkpoint.convert import main; main()"
     form = "legacy" if saver == "torch_dist" else "torch_dist"
-    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target", code=limited)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        said = run_convert("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     last = said.stderr.strip().splitlines()[-1]
     assert said.returncode == 1 and last.startswith("error: ") and "File too large" in last, said.stderr
     assert str(tmp_path) in last and "Traceback" not in said.stderr
@@ -161,7 +166,8 @@ def test_a_file_that_cannot_grow(sources, tmp_path, saver):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron.conversion.convert import Options, convert
+from megatron.conversion.convert import convert
+from megatron.conversion.files import Options
 
 calls = 0
 
@@ -182,7 +188,7 @@ def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
     if existing:
         shutil.copytree(sources / form, target)
     old = content(target) if existing else None
-    said = tool(sources / form, target, saver, 1, code=KILLED.format(signal="SIGKILL"))
+    said = process(KILLED.format(signal="SIGKILL"), sources / form, target, saver, 1)
     assert said.returncode == -signal.SIGKILL
     if old is None:
         assert not target.exists()
@@ -221,7 +227,7 @@ def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
     code = STOPPED.format(saver=saver, signal=how)
-    said = tool("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target", code=code)
+    said = process(code, "--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target")
     assert said.returncode == 128 + getattr(signal, how), said.stderr
     assert "interrupted: nothing was written" in said.stderr and "Traceback" not in said.stderr
     assert "midway" in said.stdout
@@ -261,6 +267,6 @@ def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
 def test_an_existing_target_is_kept(sources, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/precious").write_text("x")
-    said = tool("--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target")
+    said = run_convert("--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target")
     assert said.returncode == 1 and "give --overwrite" in said.stderr and str(tmp_path / "target") in said.stderr
     assert os.listdir(tmp_path / "target") == ["precious"]

@@ -16,6 +16,12 @@ SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attent
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}
 GATED = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
+LATENT = GATED | {
+    "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 24, "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+UP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 24}
 SEQ, BATCH = 32, 2
 
 
@@ -52,7 +58,20 @@ def saved_bytes(model):
 
 
 @of_current_torch
-@pytest.mark.parametrize("changes", [{}, GATED, GATED | GROUPED, GATED | {"qk_layernorm": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        GATED,
+        GATED | GROUPED,
+        GATED | {"qk_layernorm": True},
+        LATENT,
+        LATENT | {"qk_layernorm": True},
+        LATENT | WHOLE_QUERIES,
+        LATENT | UP_AGAIN,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
     model = config(**changes, bf16=bf16)
@@ -73,11 +92,19 @@ def test_recomputation_keeps_less(bf16):
     selective = memory(config(recompute_granularity="selective", bf16=bf16))
     uniform = memory(config(recompute_method="uniform", **full))
     block = memory(config(recompute_method="block", **full))
-    assert uniform.kept(4) == 2 * uniform.residual  # the inputs of two groups
-    assert block.kept(4) == 2 * block.residual + 2 * nothing.layer
-    order = [m.kept(4) for m in (uniform, block, selective, nothing)]
+    assert uniform.kept([0] * 4) == 2 * uniform.residual  # the inputs of two groups
+    assert block.kept([0] * 4) == 2 * block.residual + 2 * nothing.layer
+    order = [m.kept([0] * 4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
-    assert uniform.backward(4, False) > nothing.backward(4, False)  # a group again
+    assert uniform.backward([0] * 4, False) > nothing.backward([0] * 4, False)  # a group again
+
+
+def test_layers_of_two_kinds_count_as_what_they_are():
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
+    counted = memory(config(**GATED, **experts))
+    dense, mixed = counted.of(0).layer, counted.of(1).layer
+    assert dense == memory(config(**GATED)).layer != mixed
+    assert counted.kept([0, 1, 1]) == dense + 2 * mixed
 
 
 def test_logits_are_kept_once_and_split():

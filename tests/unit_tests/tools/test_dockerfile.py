@@ -33,6 +33,12 @@ def test_stages(name):
     assert re.search(r"^CMD .*\Z", text.strip(), re.MULTILINE)
 
 
+def test_the_stage_of_transformer_engine_builds_on_the_other_one():
+    text = STAGES[STAGES.index("gpu_te") + 1]
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["root", "1001:1001"]
+    assert "==${TE_VERSION}" in text and re.search(r"^ARG TE_VERSION=[0-9.]+$", text, re.MULTILINE)
+
+
 def test_everything_is_pinned():
     """Images by digest, packages by hashes, at the versions that constraints.txt names."""
     images = re.findall(r"^ARG \w+_IMAGE=(.*)$", STAGES[0], re.MULTILINE)

@@ -25,9 +25,10 @@ def test_known_sizes(capsys):
     """Llama-3-8B has 8.03B parameters; bf16 weights and fp32 main parameters and moments are 14 bytes each."""
     assert tool.main(["--world-size", "8", *LLAMA_8B, "--pipeline-model-parallel-size", "8"]) == 0
     text = capsys.readouterr().out
-    assert "8.030B parameters on 8 ranks: tensor 1 x pipeline 8 x data 1" in text
-    assert "checkpoint: 112.42 GB" in text
-    assert "pipeline bubble: 9.9 % of a step" in text  # 7 / (64 + 7)
+    topics = {line[3:14].strip(): line[15:] for line in text.splitlines() if line.startswith("   ")}
+    assert topics["parameters"].startswith("8.03B, ") and topics["layout"].startswith("TP 1 x PP 8 x DP 1")
+    assert topics["checkpoint"].startswith("112.42 GB")
+    assert topics["bubble"] == "9.9 % of a step"  # 7 / (64 + 7)
 
 
 def test_what_does_not_fit_comes_with_ways_out(capsys):

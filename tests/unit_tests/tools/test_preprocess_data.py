@@ -151,7 +151,7 @@ def test_bad_arguments(tmp_path):
         (["--input", tmp_path / "none", "--output-prefix", "x"], "--input .*none: no such file"),
         (["--input", tmp_path, "--output-prefix", "x"], "it is a directory, give a pattern"),
         (["--input", path, "--output-prefix", tmp_path / "x"], "no document of 1 files has any token of 'text'"),
-        (["--input", path, "--output-prefix", "x", "--log-interval", 0], "--log-interval must be at least 1"),
+        (["--input", path, "--output-prefix", "x", "--log-interval", 0], "--log-interval must be positive"),
         (
             ["--input", path, "--output-prefix", "x", "--append_eos"],
             "unknown flag --append_eos: did you mean --append-eod",
@@ -162,7 +162,7 @@ def test_bad_arguments(tmp_path):
     for arguments, message in cases:
         with pytest.raises(SystemExit, match=message):
             run(*arguments)
-    with pytest.raises(SystemExit, match="--workers must be at least 1, got 0"):
+    with pytest.raises(SystemExit, match="--workers must be positive, got 0"):
         run("--input", path, "--output-prefix", "x", workers=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gz", "in.jsonl"]
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from megatron.training.checkpoint.saver import CheckpointSaver
+from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.exit import Exit, ExitSignals, SaveAndExitPolicy
 
@@ -122,12 +122,14 @@ def a_save_fails_behind_training(rank, world_size):
     if rank == 1:
         saver.failure = "the disk is full"
     decide.after(2)
-    return first, decide.after(3).leave
+    with pytest.raises(SaveFailedError) as error:
+        decide.after(3)
+    return first, str(error.value)
 
 
 def test_all_stop_when_one_knows_that_a_save_failed(pool):
-    for first, last in pool.run(a_save_fails_behind_training, 2):
-        assert first is None and last.failed and not last.urgent
+    (first, other_rank), (second, own) = pool.run(a_save_fails_behind_training, 2)
+    assert first is second is None and own == "the disk is full" and "another rank" in other_rank
 
 
 @pytest.mark.parametrize("interval", [1, 4])

@@ -39,5 +39,5 @@ def test_starts_do_not_mix(world_size):
 def test_a_rank_that_died_before_it_came():
     """Its hello stays; rank 0 answers it in vain and goes on until the living have come."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server.set("hello/1", "a word that nobody waits for")
+    server.set("request/1", "a word that nobody waits for")
     assert meet(server, ["a", "b"]) == {0: ["a", "b"], 1: ["a", "b"]}

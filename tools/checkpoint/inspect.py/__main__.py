@@ -1,4 +1,4 @@
-"""Look into checkpoints: what they hold, whether they are whole, how two of them differ.
+"""Look into checkpoints: what they hold, whether they are complete, how two of them differ.
 
     python tools/checkpoint/inspect.py show run/checkpoints              what is in it, who wrote it, where it lies
     python tools/checkpoint/inspect.py verify run/checkpoints            files, coverage of every tensor, checksums
@@ -30,17 +30,21 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.find_checkpoint import FORMATS, detect, named_checkpoint, require_checkpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
-from megatron.conversion.megatron_lm.torch_dist_reader import is_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_reader import stored_common
+from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.conversion.open_checkpoint import detect, named_checkpoint, open_checkpoint, require_checkpoint
-from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common, verify
+from megatron.core.dist_checkpointing import CheckpointError, Reader, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
-from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes, write_integrity
+from megatron.core.dist_checkpointing.verification import digest_of, total_bytes, write_integrity
+from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
+from megatron.core.utils import size_text
 from megatron.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
@@ -103,11 +107,12 @@ def show(args: argparse.Namespace) -> int:
     else:
         source = open_checkpoint(path, kind)
         result |= _run_facts(source.args, source.training.iteration if source.training else None)
+    counts = result.pop("chunks", {})
     result["tensors"] = {
-        key: {"shape": list(info.shape), "dtype": _dtype(info.dtype), "bytes": info.nbytes, **_chunks(result, key)}
+        key: {"shape": list(info.shape), "dtype": _dtype(info.dtype), "bytes": info.nbytes}
+        | ({"chunks": counts[key]} if counts else {})
         for key, info in chosen.items()
     }
-    result.pop("chunks", None)
     if args.plot is not None:
         if kind != "torch_dist":
             raise ValueError(
@@ -149,9 +154,8 @@ def _totals(view: View) -> dict[str, Any]:
 
 
 def _torch_dist_facts(path: Path) -> dict[str, Any]:
-    reader, common = Reader(path), load_common(path)
-    if not common and "common_state/shard_0_1" in reader.metadata.objects:  # newer Megatron-LM
-        common = reader.read_object("common_state/shard_0_1")
+    reader = Reader(path)
+    common = stored_common(reader, path)
     args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else common.get("args", {})
     needed = reader.metadata.file_sizes()
     files = {name: (path / name).stat().st_size if (path / name).exists() else None for name in sorted(needed)}
@@ -171,32 +175,28 @@ def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 
-def _chunks(result: dict[str, Any], key: str) -> dict[str, int]:
-    return {"chunks": result["chunks"][key]} if "chunks" in result else {}
-
-
 def print_show(result: dict[str, Any]) -> None:
     layout = ", ".join(f"{name.upper()} {value}" for name, value in result["layout"].items()) or "not stored"
     print(f"{result['path']}\n  format     {result['format']}")
     print(f"  iteration  {'not stored' if result['iteration'] is None else result['iteration']}")
     print(f"  written at {layout}")
-    kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in result["bytes_by_kind"].items())
-    print(f"  tensors    {result['num_tensors']}, {_size(result['bytes'])} ({kinds})")
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in result["bytes_by_kind"].items())
+    print(f"  tensors    {result['num_tensors']}, {size_text(result['bytes'])} ({kinds})")
     if "files" in result:
         print(f"  objects    {_objects(result['objects'])}")
         print(f"  checksums  {'yes' if result['checksums'] else 'no (written by another program)'}")
         sizes = [size for size in result["files"].values() if size is not None]
         if sizes:
             balance = max(sizes) / (sum(sizes) / len(sizes))
-            print(f"  files      {len(sizes)}, largest {_size(max(sizes))} = {balance:.2f} x the mean")
+            print(f"  files      {len(sizes)}, largest {size_text(max(sizes))} = {balance:.2f} x the mean")
         for name, size in list(result["files"].items())[:32]:
-            print(f"    {name:24} {'missing' if size is None else _size(size):>12}")
+            print(f"    {name:24} {'missing' if size is None else size_text(size):>12}")
     width = max(map(len, result["tensors"]), default=0)
     print(f"\n  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
     for key, tensor in result["tensors"].items():
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         chunks = tensor.get("chunks", "")
-        print(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {_size(tensor['bytes']):>10}  {chunks:>6}")
+        print(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size_text(tensor['bytes']):>10}  {chunks:>6}")
 
 
 def _objects(keys: list[str]) -> str:
@@ -209,13 +209,13 @@ def _objects(keys: list[str]) -> str:
 
 
 def verify_target(root: Path, step: int | None) -> Path:
-    """The directory to verify, even if what is missing is that by which a checkpoint is recognised."""
+    """The directory to verify, even if the file that identifies its format is missing."""
     if any(root.glob("*.distcp")):
         return root
     named, _ = named_checkpoint(root, step)
     path = named if named is not None and any(named.glob("*.distcp")) else require_checkpoint(root, step).directory
-    if not (is_torch_dist(path) or any(path.glob("*.distcp"))):
-        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist has what it takes to verify it")
+    if not (FORMATS["torch_dist"].is_one(path) or any(path.glob("*.distcp"))):
+        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist can be verified")
     return path
 
 
@@ -232,8 +232,9 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"DAMAGED  {problem}")
     for note in report.notes:
         print(f"note     {note}")
-    checked = f"{_size(report.bytes)} in {report.files} files against their checksums" if report.has_checksums else ""
-    what = f"{report.tensors} tensors, {report.objects} objects" + (f", {checked}" if checked else "")
+    what = f"{report.tensors} tensors, {report.objects} objects"
+    if report.has_checksums:
+        what += f", {size_text(report.bytes)} in {report.files} files against their checksums"
     print(f"{path}: {'intact' if report.ok else f'{len(report.problems)} problems'} ({what})")
     return int(not report.ok)
 
@@ -256,7 +257,9 @@ def diff(args: argparse.Namespace) -> int:
         raw = [stored_view(view.path) for view in (first, second)]
         if raw[0].tensors.keys() == raw[1].tensors.keys():
             first, second = raw
-    differences = missing_keys(first, second)
+    differences = []
+    for one, other in ((first, second), (second, first)):
+        differences += [Difference(key, f"only in {one.path}") for key in one.tensors if key not in other.tensors]
     common = [key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)]
     with Progress("diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json) as progress:
         for key in common:
@@ -265,11 +268,6 @@ def diff(args: argparse.Namespace) -> int:
                 differences.append(found)
     report_differences(args, first, second, differences, len(common))
     return int(bool(differences))
-
-
-def missing_keys(first: View, second: View) -> list[Difference]:
-    only = [Difference(key, f"only in {first.path}") for key in first.tensors if key not in second.tensors]
-    return only + [Difference(key, f"only in {second.path}") for key in second.tensors if key not in first.tensors]
 
 
 def compare_tensor(
@@ -284,7 +282,7 @@ def compare_tensor(
     for offset, part in first.slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
-        if part.dtype == other.dtype and torch.equal(_bits(part), _bits(other)):
+        if part.dtype == other.dtype and torch.equal(bits(part), bits(other)):
             continue
         unequal, distance = _distance(part, other)
         largest, count = max(largest, distance), count + unequal
@@ -301,10 +299,6 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~same]
     return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def report_differences(
@@ -331,11 +325,8 @@ def digest(args: argparse.Namespace) -> int:
     digests: dict[str, str] = {}
     with Progress("digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json) as progress:
         for key in chosen:
-            total = 0
-            for offset, part in view.slices(key):
-                total += partial_digest(part, offset, view.tensors[key].shape)
-                progress.add(part.nbytes)
-            digests[key] = format_digest(total)
+            digests[key] = digest_of(part for _, part in view.slices(key))
+            progress.add(view.tensors[key].nbytes)
     if args.json:
         print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))
         return 0
@@ -352,12 +343,12 @@ def plan(args: argparse.Namespace) -> int:
     source = open_checkpoint(args.path, step=args.ckpt_step)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
-    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
+    facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, *ends))
+        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
     except ValueError as error:
-        result: dict[str, Any] = {"path": str(args.path), "layout": layout, "loadable": False, "reason": str(error)}
+        result = facts | {"loadable": False, "reason": str(error)}
         print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
         return 1
     rows = [
@@ -373,33 +364,22 @@ def plan(args: argparse.Namespace) -> int:
     ]
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
-        shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {_named(layout)}", "rank")
+        named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
+        shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
     if args.json:
-        print(json.dumps({"path": str(args.path), "layout": layout, "loadable": True, "ranks": rows}, indent=1))
+        print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0
     print(f"{source.description}\nloadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
     print(f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}")
     for row in rows:
         layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
-        sizes = f"{_size(row['weight_bytes']):>12}{_size(row['optimizer_bytes']):>12}"
+        sizes = f"{size_text(row['weight_bytes']):>12}{size_text(row['optimizer_bytes']):>12}"
         print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
     return 0
 
 
-def _named(layout: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-
-
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes = nbytes / 1000  # type: ignore[assignment]
-    raise AssertionError
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -408,12 +388,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("path", type=Path, metavar="PATH", help="an iteration's directory, or a --save directory")
+        command.add_argument(
+            "path", type=path_of, metavar="PATH", help="an iteration's directory, or a --save directory"
+        )
         if name == "diff":
-            command.add_argument("other", type=Path, metavar="OTHER", help="what to compare it with")
+            command.add_argument("other", type=path_of, metavar="OTHER", help="what to compare it with")
             command.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
         if name == "plan":
-            _add_layout(command)
+            for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
+                command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
+            for end in ("first", "last"):
+                command.add_argument(f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N")
         elif name != "verify":
             command.add_argument("--keys", default="*", help="only keys that match this pattern")
         else:
@@ -429,13 +414,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)
-
-
-def _add_layout(command: argparse.ArgumentParser) -> None:
-    for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
-        command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
-    for end in ("first", "last"):
-        command.add_argument(f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N")
 
 
 COMMANDS = {

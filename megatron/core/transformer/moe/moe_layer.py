@@ -61,7 +61,7 @@ class SharedExperts(MLP):
         device: torch.device | None = None,
     ) -> None:
         size = config.moe_shared_expert_intermediate_size
-        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel, device=device, ffn_size=size)
+        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel, device=device, ffn_size=size, normed=True)
         gate = ParamInfo(Normal(config.init_method_std), partial_grad=sequence_parallel)
         self.gate_weight = (
             make_parameter((1, config.hidden_size), config.params_dtype, device, gate)

@@ -178,12 +178,12 @@ def choose(logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
 
 
 def _within_groups(scores: Tensor, config: TransformerConfig) -> Tensor:
-    """-inf outside of the groups with the highest sums of their k / groups best scores."""
+    """-inf outside of the groups with the highest sums of their best scores."""
     groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
     if not groups or not taken:
         return scores
     by_group = scores.view(len(scores), groups, -1)
-    sums = by_group.topk(config.moe_router_topk // taken, dim=-1).values.sum(dim=-1)
+    sums = by_group.topk(config.group_score_topk, dim=-1).values.sum(dim=-1)
     best = sums.topk(taken, dim=-1, sorted=False).indices
     allowed = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
     return by_group.masked_fill(~allowed.unsqueeze(-1), float("-inf")).view_as(scores)

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from megatron.conversion.deepspeed.files import find_universal
 from megatron.conversion.deepspeed.reader import UniversalSource
-from megatron.conversion.deepspeed.writer import UniversalOptions, write_universal
+from megatron.conversion.deepspeed.writer import write_universal
+from megatron.conversion.files import Options
 from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
@@ -124,7 +125,9 @@ def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
     source = UniversalSource(golden / name, {"vocab_size": rows} if rows else None)
     style = "no-pipeline" if "nopipe" in name else None
     blocks = 2 if "blockqkv" in name else None
-    write_universal(source, tmp_path / "out", UniversalOptions(style=style, qkv_blocks=blocks, workers=2))
+    write_universal(
+        source, tmp_path / "out", Options(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2)
+    )
     ours, theirs = find_universal(tmp_path / "out"), find_universal(golden / name)
     assert ours is not None and theirs is not None and ours.name == theirs.name
     folders = {path.name for path in (theirs / "zero").iterdir() if path.is_dir()}
@@ -176,7 +179,7 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
     source = random_source(ROUND_TRIPS[name] | {"lr": 3e-3})
     assert source.training is not None
     source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
-    write_universal(source, tmp_path / "out", UniversalOptions(style=style))
+    write_universal(source, tmp_path / "out", Options(universal_style=style))
     back = UniversalSource(tmp_path / "out")
     assert back.tensors == source.tensors and back.training == source.training
     for key in source.tensors:
@@ -199,7 +202,7 @@ def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None
 def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
     """The layout is taken from the arguments, and can be named."""
     source = random_source(GPT_ARGS)
-    write_universal(source, tmp_path / "out", UniversalOptions(qkv_blocks=2))
+    write_universal(source, tmp_path / "out", Options(2, qkv_blocks=True))
     assert torch.equal(read_whole(UniversalSource(tmp_path / "out"), QKV), source.values[QKV])
     misread = read_whole(UniversalSource(tmp_path / "out", qkv_layout="groups"), QKV)
     assert not torch.equal(misread, source.values[QKV])
@@ -212,7 +215,7 @@ def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
         UniversalSource(tmp_path / "plain", qkv_layout="thirds")
     llama = random_source(LLAMA_ARGS)
     with pytest.raises(ValueError, match="no --group-query-attention"):
-        write_universal(llama, tmp_path / "llama", UniversalOptions(qkv_blocks=2))
+        write_universal(llama, tmp_path / "llama", Options(2, qkv_blocks=True))
     write_universal(llama, tmp_path / "llama")
     with pytest.raises(ValueError, match="something else than grouped-query attention"):
         UniversalSource(tmp_path / "llama", qkv_layout="tp-blocks")

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron.conversion.files import Options
 from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
 from tests import GOLDEN
@@ -26,7 +27,7 @@ from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, 
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
 LLAMA_GOLDEN = GOLDEN / "hf" / "llama"
-SIDECAR = HuggingFaceOptions(optim_sidecar=True)
+SIDECAR = Options(optim_sidecar=True)
 
 
 def assert_same_source(found: Source, wanted: Source) -> None:
@@ -41,7 +42,7 @@ def assert_same_source(found: Source, wanted: Source) -> None:
 def test_sidecar_restores_everything(args: dict, precision: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
     """Whatever the dtype of the exported weights, the way back gives weights, optimizer and run to the bit."""
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
-    options = HuggingFaceOptions(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
+    options = Options(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
     assert write_huggingface(source, tmp_path / "hf", options) == []
     back = HuggingFaceSource(tmp_path / "hf")
     assert_same_source(back, source)
@@ -53,7 +54,7 @@ def test_sidecar_of_weights_that_are_their_own_main_parameters(tmp_path: Path) -
     """An fp32 run without main parameters, exported in bf16: the fp32 weights are kept beside."""
     source = random_source(LLAMA_ARGS)
     source.values = {key: value for key, value in source.values.items() if "state.param" not in key}
-    write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(optim_sidecar=True, dtype=torch.bfloat16))
+    write_huggingface(source, tmp_path / "hf", Options(optim_sidecar=True, dtype=torch.bfloat16))
     back = HuggingFaceSource(tmp_path / "hf")
     for key in source.values:
         assert torch.equal(read_whole(back, key), source.values[key]), key
@@ -87,7 +88,7 @@ def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
 def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     """An fp32 export of a bf16 run has the fp32 main parameters, not the widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
-    lost = write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(dtype=torch.float32))
+    lost = write_huggingface(source, tmp_path / "hf", Options(dtype=torch.float32))
     assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(found, source.values[optimizer_key("param", "decoder.final_layernorm.weight")])
@@ -97,13 +98,13 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
 
 def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, vocab_size=96, optimizer=False)
-    write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(vocab_size=67))
+    write_huggingface(source, tmp_path / "hf", Options(vocab_size=67))
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], source.values["output_layer.weight"][:67])
     assert torch.equal(weights["model.embed_tokens.weight"], source.values[WORD_EMBEDDINGS][:67])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
     with pytest.raises(ValueError, match="--true-vocab-size 97 is more than the 96 rows"):
-        write_huggingface(source, tmp_path / "more", HuggingFaceOptions(vocab_size=97))
+        write_huggingface(source, tmp_path / "more", Options(vocab_size=97))
 
 
 def test_more_files_than_can_be_open(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_more_files_than_can_be_open(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
     try:
-        write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(max_shard_size=1, workers=2))
+        write_huggingface(source, tmp_path / "hf", Options(max_shard_size=1, workers=2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 16
@@ -208,7 +209,7 @@ def test_an_interrupted_export_is_no_model(tmp_path: Path) -> None:
 
 def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     source = HuggingFaceSource(LLAMA_GOLDEN)
-    write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(trusted=(LLAMA_GOLDEN,)))
+    write_huggingface(source, tmp_path / "hf", Options(trusted=(LLAMA_GOLDEN,)))
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     for name in names:
         assert (tmp_path / "hf" / name).read_bytes() == (LLAMA_GOLDEN / name).read_bytes()
@@ -219,7 +220,7 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
 
     elsewhere = random_source(LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False)
     assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
-    write_huggingface(elsewhere, tmp_path / "three", HuggingFaceOptions(tokenizer=LLAMA_GOLDEN))
+    write_huggingface(elsewhere, tmp_path / "three", Options(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
 
 
@@ -230,7 +231,7 @@ def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> 
     )
     args = LLAMA_ARGS | {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    assert write_huggingface(source, tmp_path / "hf", HuggingFaceOptions(trusted=(tmp_path,))) == []
+    assert write_huggingface(source, tmp_path / "hf", Options(trusted=(tmp_path,))) == []
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (processor.bos_id(), processor.eos_id())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -243,7 +244,7 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path)
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    given = HuggingFaceOptions(tokenizer=tmp_path / "t.model")
+    given = Options(tokenizer=tmp_path / "t.model")
     assert "would not split text as its SentencePiece model" in write_huggingface(source, tmp_path / "hf", given)[0]
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (tmp_path / "t.model").read_bytes()
 
@@ -267,7 +268,7 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     args = GPT_ARGS | {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
-    trusted = HuggingFaceOptions(trusted=(tmp_path,))
+    trusted = Options(trusted=(tmp_path,))
     write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("abc").input_ids == [26, 2]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 66

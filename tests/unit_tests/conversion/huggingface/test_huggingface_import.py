@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.huggingface.reader import HuggingFaceSource, is_huggingface
-from megatron.conversion.huggingface.writer import HuggingFaceOptions, write_huggingface
+from megatron.conversion.files import Options
+from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.huggingface.reader import HuggingFaceSource
+from megatron.conversion.huggingface.writer import write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
@@ -114,7 +116,7 @@ def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
 
 def test_precision(llama: Path, tmp_path: Path) -> None:
     assert not HuggingFaceSource(llama).args["bf16"]
-    write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", HuggingFaceOptions(dtype=torch.bfloat16))
+    write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", Options(dtype=torch.bfloat16))
     source = HuggingFaceSource(tmp_path / "bf16")
     assert source.args["bf16"] and source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
     edit_config(tmp_path / "bf16", torch_dtype=None)
@@ -124,7 +126,9 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}}, "no 'factor': give --rotary-scaling-factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}}, "'yarn' with .* is not understood"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
@@ -142,12 +146,12 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
-            "LlamaForSequenceClassification is no LlamaForCausalLM",
+            "LlamaForSequenceClassification is not LlamaForCausalLM",
         ),
         ({"is_encoder_decoder": True}, "is_encoder_decoder = True is not supported, only False is"),
         ({"hidden_size": None}, "no 'hidden_size': give --hidden-size"),
         ({"num_hidden_layers": None}, "no 'num_hidden_layers': give --num-layers"),
-        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\.input_layernorm\.weight.*config\.json calls for"),
+        ({"num_hidden_layers": 3}, r"lack model\.layers\.2\..*config\.json calls for"),
         ({"intermediate_size": 40}, r"gate_proj\.weight has shape \[48, 32\], but config\.json makes it \[40, 32\]"),
         ({"vocab_size": 68}, r"embed_tokens\.weight has shape \[67, 32\], but config\.json makes it \[68, 32\]"),
         ({"num_key_value_heads": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
@@ -201,7 +205,7 @@ def test_what_the_user_gives_wins(llama: Path) -> None:
 
 
 def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
-    options = HuggingFaceOptions(max_shard_size=10_000)
+    options = Options(max_shard_size=10_000)
     write_huggingface(HuggingFaceSource(llama), tmp_path / "shards", options)
     shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
     shards[1].rename(tmp_path / "away")

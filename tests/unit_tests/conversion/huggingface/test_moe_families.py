@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: what transformers saves computes the same here, and what we write there."""
+"""Families with experts: what transformers saves computes the same here, and what we write computes the same there."""
 
 import dataclasses
 import json
@@ -8,11 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import Options, compare, convert
+from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.files import Options
 from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import read_whole
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.models import GPTModel
 
 SIZES = {
@@ -21,12 +21,28 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 QWEN = SIZES | {"moe_intermediate_size": 20, "num_experts": 4}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.5,
+    "beta_slow": 0.25,
+}  # fmt: skip
+LATENT = SIZES | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
+}  # fmt: skip
+WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 20, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
 MODELS = {
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **LATENT, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+    ),
+    "deepseek_v3_whole_queries": transformers.DeepseekV3Config(**LATENT | WHOLE_QUERIES),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
     "qwen2_moe": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, norm_topk_prob=False),
     "qwen2_moe_mixed": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[1]),
     "qwen3_moe": transformers.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True),
-    "qwen3_moe_every_second": transformers.Qwen3MoeConfig(**QWEN, head_dim=8, decoder_sparse_step=2),
+    "qwen3_moe_every_second": transformers.Qwen3MoeConfig(
+        **QWEN, head_dim=8, decoder_sparse_step=2, rope_parameters=YARN
+    ),
 }
 
 
@@ -41,6 +57,9 @@ def saved(tmp_path_factory):
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases, too
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer), alpha=0.1)
             logits = model(tokens).logits
         directory = tmp_path_factory.mktemp("saved") / name
         model.save_pretrained(directory)
@@ -48,12 +67,21 @@ def saved(tmp_path_factory):
     return tokens, result
 
 
-def logits_of(source, tokens):
+def loaded(source):
     model = GPTModel(model_config(source.args, 96, source.description), make_vocab_size_divisible_by=1)
     with torch.no_grad():
         for key, entry in model.sharded_state_dict().items():
             entry.local.copy_(read_whole(source, key))
-        return model.eval()(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1))
+    return model
+
+
+def positions(tokens):
+    return torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+
+
+def logits_of(source, tokens):
+    with torch.no_grad():
+        return loaded(source).eval()(tokens, positions(tokens))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,6 +91,25 @@ def test_logits_of_transformers(saved, name):
     source = open_checkpoint(directory)
     assert source.unused == [] and source.args["hf_model_type"] == MODELS[name].model_type
     torch.testing.assert_close(logits_of(source, tokens), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_whole_queries"])
+def test_gradients_of_transformers(saved, tmp_path, name):
+    """Of every parameter; those of transformers are read as if they were a model's weights."""
+    tokens, models = saved
+    directory, theirs, _ = models[name]
+    theirs.zero_grad()
+    theirs(tokens, labels=tokens).loss.backward()
+    gradients = {key: p.grad.contiguous() for key, p in theirs.named_parameters()}
+    gradients |= {key: b for key, b in theirs.named_buffers() if key.endswith("e_score_correction_bias")}
+    save_file(gradients, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    expected, model = open_checkpoint(tmp_path), loaded(open_checkpoint(directory)).train()
+    losses = model(tokens[:, :-1], positions(tokens[:, :-1]), labels=tokens[:, 1:])
+    losses.mean().backward()
+    for key, entry in model.sharded_state_dict().items():
+        if entry.local.requires_grad:
+            torch.testing.assert_close(entry.local.grad, read_whole(expected, key), rtol=1e-4, atol=2e-6, msg=key)
 
 
 @pytest.mark.parametrize("name", MODELS)

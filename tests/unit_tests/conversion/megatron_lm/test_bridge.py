@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.model_space.source import read_whole
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from tests import ROOT
 
@@ -49,8 +48,7 @@ def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("multi_latent_attention", True, "--multi-latent-attention True"),
-        ("num_moe_experts", 8, r"lacks decoder.layers.0.mlp.router.weight, which its arguments call for"),
+        ("num_moe_experts", 8, r"lacks decoder.layers.0.pre_mlp_layernorm.weight, which its arguments call for"),
         ("softmax_scale", 0.5, "softmax_scale: 0.5"),
         ("gated_linear_unit", False, "its activation is torch.nn.functional.silu"),
         ("activation_func", {"_target_": "megatron.core.activations.squared_relu"}, "gated megatron.core.activations"),

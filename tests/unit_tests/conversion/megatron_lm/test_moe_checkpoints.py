@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from megatron.conversion.convert import Options, compare, convert
+from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.files import Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
-from megatron.conversion.open_checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing import safe_load
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable

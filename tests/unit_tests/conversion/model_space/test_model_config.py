@@ -106,6 +106,15 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
         "init_method_std",
         "bf16",
         "fp16",
+        "transformer_impl",
+        "fp8",
+        "fp8_recipe",
+        "fp8_margin",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
@@ -131,7 +140,7 @@ def test_spelling_does_not_matter() -> None:
 
 
 def test_missing_arguments_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="demo does not tell hidden_size: give --hidden-size"):
+    with pytest.raises(ValueError, match="demo lacks hidden_size: give --hidden-size"):
         model_config({"num_layers": 2, "num_attention_heads": 4}, 67, "demo")
     learned = {name: value for name, value in GPT_ARGS.items() if name != "max_position_embeddings"}
     with pytest.raises(ValueError, match="--max-position-embeddings"):
@@ -146,10 +155,15 @@ def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) 
 
 
 @pytest.mark.parametrize(
-    "rules", [{"layout": "Et|t|t|tttL"}, {"account_for_embedding": True, "account_for_loss": True}, {}]
+    "splits",
+    [
+        {"pipeline_model_parallel_layout": "Et|t|t|tttL"},
+        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        {},
+    ],
 )
-def test_rules_of_the_pipeline_travel_in_the_arguments(rules: dict) -> None:
+def test_splits_of_the_pipeline_are_in_the_arguments(splits: dict) -> None:
     """Files that are cut by rank are read with the layout that their arguments record."""
-    layout = Layout.of(6, 2, 2, 2, **rules) if rules.get("layout") or rules else Layout.of(8, 2, 2, 2)
+    layout = Layout.of(6 if splits else 8, 2, 2, 2, splits)
     again = Layout.from_args({"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()})
     assert again == layout

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
-from megatron.training.data.microbatches import build_batch_schedule
+from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.samplers import CyclicStream, DataIterator, DataLoaderConfig
 from tests import ROOT
 from tests.processes import children_of, is_running, wait_until
@@ -40,7 +40,7 @@ class Numbers:
 def consume(dataset, iterations, consumed, micro_batch_size, dp_size, global_batch_size, config):
     """The samples of `iterations` global batches in the order of the stream, and how many are consumed then."""
     replicas = [DataIterator(dataset, consumed, micro_batch_size, config, r, dp_size) for r in range(dp_size)]
-    schedule = build_batch_schedule(global_batch_size, micro_batch_size, dp_size)
+    schedule = BatchSchedule(((0, global_batch_size),), micro_batch_size, dp_size)
     seen = []
     for _ in range(iterations):
         for _ in range(schedule.num_microbatches_at(consumed)):

@@ -2,11 +2,16 @@
 
 import pytest
 
-from megatron.training.data.microbatches import build_batch_schedule, parse_steps
+from megatron.training.data.microbatches import BatchSchedule, rampup_steps, token_steps
+
+
+def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
+    steps = ((0, size),) if rampup is None else rampup_steps(rampup, size)
+    return BatchSchedule(steps, micro_batch_size, dp_size, decrease_if_needed)
 
 
 def test_constant():
-    schedule = build_batch_schedule(64, 4, 2)
+    schedule = batches(64, 4, 2)
     for consumed in (0, 64, 10**12):
         assert schedule.global_batch_size_at(consumed) == 64 and schedule.num_microbatches_at(consumed) == 8
     assert schedule.consumed_after(10) == 640 and schedule.consumed_after(10, 128) == 768
@@ -14,13 +19,8 @@ def test_constant():
     assert schedule.iterations_for(640, 100) == 8  # where earlier iterations had another batch size
 
 
-def test_without_a_global_batch_size_there_is_one_microbatch():
-    schedule = build_batch_schedule(None, 4, 2)
-    assert schedule.global_batch_size_at(0) == 8 and schedule.num_microbatches_at(0) == 1
-
-
 def test_rampup_takes_equal_shares_of_the_samples():
-    schedule = build_batch_schedule(32, 2, 2, [8, 8, 300])
+    schedule = batches(32, 2, 2, [8, 8, 300])
     for consumed in range(0, 1000, 4):
         expected = 8 if consumed < 100 else 16 if consumed < 200 else 24 if consumed < 300 else 32
         assert schedule.global_batch_size_at(consumed) == expected
@@ -29,7 +29,7 @@ def test_rampup_takes_equal_shares_of_the_samples():
 
 @pytest.mark.parametrize("rampup", [None, [8, 8, 300], [32, 8, 300], [8, 4, 0], [4, 28, 1000]])
 def test_iterations_and_samples_are_a_walk(rampup):
-    schedule = build_batch_schedule(32, 2, 2, rampup)
+    schedule = batches(32, 2, 2, rampup)
     consumed, boundaries = 0, [0]
     for iteration in range(1, 120):
         consumed += schedule.global_batch_size_at(consumed)
@@ -41,7 +41,7 @@ def test_iterations_and_samples_are_a_walk(rampup):
 
 
 def test_batches_can_be_rounded_down():
-    schedule = build_batch_schedule(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
+    schedule = batches(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
     assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [6, 18, 30, 36]
     assert [schedule.num_microbatches_at(consumed) for consumed in (0, 30, 60, 90)] == [1, 3, 5, 6]
 
@@ -55,7 +55,7 @@ def test_batches_can_be_rounded_down():
         ((8, 0, 2), "micro batch size must be positive, got 0"),
         ((-8, 4, 2), "global batch size must be positive, got -8"),
         ((32, 4, 2, [8, 4, 100]), "global batch size 12 is not a multiple"),  # a step of the ramp
-        ((32, 4, 2, [8, 8]), "takes START INCREMENT SAMPLES, got 8 8"),
+        ((32, 4, 2, [8, 8]), "--rampup-batch-size 8 8: it takes START INCREMENT SAMPLES"),
         ((32, 4, 2, [64, 8, 100]), "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32"),
         ((32, 4, 2, [8, 16, 100]), "steps of 16 do not lead from 8 to --global-batch-size 32"),
         ((32, 4, 2, [8, 0, 100]), "START and INCREMENT must be positive"),
@@ -64,13 +64,13 @@ def test_batches_can_be_rounded_down():
 )
 def test_impossible_batches(arguments, message):
     with pytest.raises(ValueError, match=message):
-        build_batch_schedule(*arguments)
+        batches(*arguments)
 
 
 def test_steps_count_in_tokens():
     """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
-    assert parse_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
-    steps = build_batch_schedule(None, 2, 2, steps=parse_steps("0:4 1K:8 1.5K:16", 10))
+    assert token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
+    steps = BatchSchedule(token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
     assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [4, 4, 8, 8, 16, 16]
     assert steps.sizes() == [4, 8, 16] and steps.global_batch_size == 16
     # 25 iterations of 4, then 7 of 8 until 156, then of 16
@@ -80,4 +80,4 @@ def test_steps_count_in_tokens():
 @pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])
 def test_steps_that_cannot_be(text):
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
-        parse_steps(text, 1)
+        token_steps(text, 1)

@@ -194,7 +194,7 @@ def test_added_tokens(gpt2_files, tokenizer_json):
 def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be had from the Hugging Face"
+        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be loaded from the Hugging Face"
     ):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", "nobody/nothing"))
 
@@ -255,7 +255,7 @@ def test_gpt2_bpe(gpt2_files):
         (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer needs --vocab-file"),
         (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
         (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
-        (TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9), "eod-id 9 is none of the 9 tokens"),
+        (TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9), "9 is not one of the 9 tokens"),
         (TokenizerConfig("SentencePieceTokenizer"), "SentencePieceTokenizer needs --tokenizer-model"),
         (TokenizerConfig("HuggingFaceTokenizer"), "HuggingFaceTokenizer needs --tokenizer-model"),
         (TokenizerConfig("HuggingFaceTokenizer", "/no/where"), "--tokenizer-model /no/where: no such file"),

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import PendingIteration, TrainingLog, as_fields, log_line
+from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, as_fields, log_line
 from megatron.training.reporting.writers import make_writers
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def pending(iteration, loss, skipped=False):
     step = StepResult(torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None)
-    return PendingIteration(iteration, 8 * iteration, 8, 1e-3, 1.0, loss, step, None)
+    return Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0), OnDevice(loss, step)
 
 
 def closed_interval(rank, world_size, tp=1, pp=1):
@@ -27,16 +27,16 @@ def closed_interval(rank, world_size, tp=1, pp=1):
     log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16, clock=lambda: next(times))
     for iteration in (1, 2):
         value = float(iteration + ps.dp.rank) if ps.pp.is_last else 0.0
-        log.record(pending(iteration, torch.tensor([2 * value, 2.0 if ps.pp.is_last else 0.0])))
+        log.record(*pending(iteration, torch.tensor([2 * value, 2.0 if ps.pp.is_last else 0.0])))
     with log.paused():
         pass
-    return log.close_interval(), log.is_empty
+    return log.close_interval()
 
 
 @pytest.mark.parametrize(("tp", "pp", "losses"), [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])])
 def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses):
-    for interval, is_empty in pool.run(closed_interval, 2, tp, pp):
-        assert [it.lm_loss for it in interval.iterations] == losses and is_empty
+    for interval in pool.run(closed_interval, 2, tp, pp):
+        assert [it.lm_loss for it in interval.iterations] == losses
         assert [it.grad_norm for it in interval.iterations] == [1.0, 2.0]
         assert interval.tokens == 2 * 8 * 16 and interval.flops == 2 * 8 * 16 * 1e6
         assert interval.seconds == 3.0  # without the pause
@@ -46,7 +46,7 @@ def interval_of(rank, world_size, rows):
     times = iter([0.0, 3.0 * len(rows)])
     log = TrainingLog(ParallelState.create(ParallelConfig()), CPU, 1e6, 16, clock=lambda: next(times))
     for iteration, loss, skipped in rows:
-        log.record(pending(iteration, torch.tensor([loss, 1.0]), skipped))
+        log.record(*pending(iteration, torch.tensor([loss, 1.0]), skipped))
     return log.close_interval()
 
 

@@ -2,10 +2,9 @@
 
 import shlex
 
-import torch
-
+from megatron.planning.run_plan import plan_run
 from megatron.training.config.run_config import parse_args
-from megatron.training.reporting.summary import arguments, as_lines, summarize
+from megatron.training.reporting.summary import arguments, as_lines, run_shape, summarize
 from pretrain_gpt import model_provider
 
 FLAGS = (
@@ -18,7 +17,8 @@ FLAGS = (
 def summary(flags, world_size):
     config = parse_args(shlex.split(FLAGS + flags), world_size)
     config.set_vocab_size(100)
-    return summarize(config, world_size, model_provider, torch.device("cpu"), "iteration 0, from random weights")
+    plan = plan_run(run_shape(config, world_size, model_provider, "cpu"), world_size)
+    return summarize(config, world_size, plan)
 
 
 def test_one_stage():

@@ -1,0 +1,218 @@
+"""Which checkpoint a path means, in which format, and whether it is complete.
+
+The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
+`release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
+something was lost since; then the newest complete checkpoint is taken instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
+from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.megatron_lm.legacy_files import is_legacy, legacy_faults
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    is_complete,
+    missing_or_truncated,
+    on_branch,
+    read_lineage,
+    read_tracker,
+)
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.object_storage import ObjectPath, path_of
+
+logger = logging.getLogger(__name__)
+
+RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
+_UNIVERSAL = re.compile(r"global_step(\d+)_universal")
+
+
+class NoCheckpointError(ValueError):
+    """A path does not name exactly one checkpoint in a known format."""
+
+
+class Format(NamedTuple):
+    """How a format is recognised, and which files are missing or truncated (without reading tensors)."""
+
+    is_one: Callable[[Path], bool]
+    faults: Callable[[Path], list[str]]
+
+
+def _is_unfinished(directory: Path) -> bool:
+    """In object storage an unfinished save has the final names, too."""
+    return isinstance(directory, ObjectPath) and read_commit(directory) is None
+
+
+def _is_torch_dist(directory: Path) -> bool:
+    return (directory / METADATA).is_file() and not _is_unfinished(directory)
+
+
+def _torch_dist_faults(directory: Path) -> list[str]:
+    return missing_or_truncated(directory) if is_complete(directory) else [f"{METADATA_JSON} is missing"]
+
+
+FORMATS: dict[str, Format] = {
+    "torch_dist": Format(_is_torch_dist, _torch_dist_faults),
+    "legacy": Format(is_legacy, legacy_faults),
+    "hf": Format(is_huggingface, lambda directory: []),  # opening it checks all of its files
+    "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
+}
+
+
+class Found(NamedTuple):
+    """A checkpoint that can be opened; `note` says why it is not the one that the tracker names."""
+
+    directory: Path
+    format: str
+    note: str | None = None
+
+
+def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "auto") -> Found | None:
+    """The checkpoint that `root` means, or None if there is none at all.
+
+    `root` itself if it is one; iteration `step`, if given; else what the tracker names; else (the tracker or that
+    checkpoint is lost or damaged) the newest complete one. Raises NoCheckpointError if `step` is missing or incomplete,
+    or if no checkpoint is complete: starting from scratch would overwrite them. `loader` names the format of a
+    directory that looks like several.
+    """
+    root = path_of(root)
+    if step is None and _formats_of(root):
+        return Found(root, detect(root, loader))
+    if step is None and isinstance(root, ObjectPath):  # the tracker is a hint there: what is committed counts
+        whole = next((directory for directory in newest_first(root) if fault(directory) is None), None)
+        if whole is not None:
+            return Found(whole, detect(whole, loader))
+    named, reason = (None, None) if isinstance(root, ObjectPath) and step is None else named_checkpoint(root, step)
+    if named is not None:
+        if (problem := fault(named)) is None:
+            return Found(named, detect(named, loader))
+        if step is not None:
+            raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}")
+        reason = f"{reason}, but {problem}"
+    # Nothing usable is named. Only now are all checkpoints looked at: on a parallel file system that takes a while.
+    others = [directory for directory in newest_first(root, named) if directory != named]
+    if reason is None and not others:
+        return None
+    reason = reason or "there is no tracker file"
+    for directory in others:
+        if fault(directory) is None:
+            note = f"{reason}: taking {directory}, the newest complete checkpoint"
+            return Found(directory, detect(directory, loader), note)
+    raise NoCheckpointError(f"{root}: {reason}; {_listed(root)}")
+
+
+def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | None]:
+    """What `step`, if given, or the tracker names, complete or not, and a description for messages.
+
+    Only the description for a damaged tracker; neither without a tracker.
+    """
+    if step is not None:
+        return checkpoint_directory(root, step), f"--ckpt-step {step}"
+    try:
+        tag = read_latest(root)
+        if tag is not None:
+            return root / tag, f"{LATEST} names {tag}"
+        named = read_tracker(root)
+    except CheckpointError as error:
+        return None, str(error)
+    return (None, None) if named is None else (checkpoint_directory(root, named), f"the tracker names {named}")
+
+
+def newest_first(root: Path, head: Path | None = None) -> list[Path]:
+    """The checkpoints in `root`, complete or not, in the order in which they replace a lost one.
+
+    Only this function decides which of two checkpoints is newer. Iterations must be on the branch that ends with
+    `head`, or by default on the branch of the latest start (see `dist_checkpointing.lineage`).
+    """
+    iterations = [i for i in saved_iterations(root) if not _is_unfinished(iteration_directory(root, i))]
+    lineages = {i: read_lineage(iteration_directory(root, i)) for i in iterations}
+    end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
+    numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
+    for path in root.glob("global_step*_universal"):
+        if (match := _UNIVERSAL.fullmatch(path.name)) is not None:
+            numbered[path] = int(match[1])
+    ordered = [*sorted(numbered, key=lambda path: -numbered[path]), root / RELEASE]
+    return [path for path in ordered if path.is_dir() and any(path.iterdir())]
+
+
+def iteration_directory(root: str | Path, iteration: int) -> Path:
+    return path_of(root) / f"iter_{iteration:07d}"
+
+
+def iteration_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("iter_"))
+
+
+def saved_iterations(root: str | Path) -> list[int]:
+    """Iterations that have a directory under `root`, in order; complete or not."""
+    names = [path.name.removeprefix("iter_") for path in path_of(root).glob("iter_*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def checkpoint_directory(root: Path, named: int | str) -> Path:
+    """Where the iteration `named`, or the release, is or would be."""
+    if isinstance(named, str):
+        return root / named
+    universal = root / f"global_step{named}_universal"
+    directory = iteration_directory(root, named)
+    return universal if universal.is_dir() and not directory.is_dir() else directory
+
+
+def fault(directory: Path) -> str | None:
+    """Why the checkpoint `directory` cannot be loaded, judged without reading tensors; None if it can.
+
+    It looks at the files of all ranks, so only one rank should call it.
+    """
+    formats = _formats_of(directory)
+    if not formats:
+        return "it is not complete" if directory.is_dir() else "it does not exist"
+    try:
+        problems = [problem for name in formats for problem in FORMATS[name].faults(directory)]
+    except CheckpointError as error:
+        return f"it is damaged: {error}"
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    return f"it is damaged: {'; '.join(problems[:3])}{more}" if problems else None
+
+
+def detect(directory: Path, loader: str = "auto") -> str:
+    """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is exactly one."""
+    formats = _formats_of(directory) if loader == "auto" else [loader]
+    if len(formats) != 1:
+        what = "looks like " + " and ".join(formats) if formats else "is in no known format"
+        raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(FORMATS)})")
+    return formats[0]
+
+
+def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> Found:
+    """As `find_checkpoint`, but NoCheckpointError where there is none, and the note is logged: for tools."""
+    found = find_checkpoint(root, step, loader)
+    if found is None:
+        there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
+        raise NoCheckpointError(
+            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: {there}"
+        )
+    if found.note is not None:
+        logger.warning(found.note)
+    return found
+
+
+def _formats_of(directory: Path) -> list[str]:
+    return [name for name, form in FORMATS.items() if form.is_one(directory)]
+
+
+def _listed(root: Path) -> str:
+    """What is there, for messages."""
+    if not root.is_dir():
+        return f"{root} is not a directory"
+    faults = {directory.name: fault(directory) for directory in newest_first(root)}
+    complete = [name for name, problem in faults.items() if problem is None]
+    if complete:
+        return f"complete are: {', '.join(complete)}"
+    found = "".join(f"\n  {name}: {problem}" for name, problem in list(faults.items())[:5])
+    return f"{root} holds no complete checkpoint{found}"

@@ -1,0 +1,123 @@
+"""One linear layer for each expert of a rank: one parameter for all of them, and one grouped product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.module import Init, MegatronModule, ParamInfo, make_parameter
+from megatron.core.parallel_state import ExpertAxes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+
+
+class GroupedLinear(MegatronModule):
+    """`y = x W[e]^T` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
+
+    The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1: every matrix is that
+    many stacked ones (gate and up), each of which is split.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        input_size: int,
+        output_size: int,
+        *,
+        init: Init,
+        split_dim: int,
+        axes: ExpertAxes,
+        num_blocks: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.axes, self.split_dim, self.num_blocks = axes, split_dim, num_blocks
+        shape = [divide(config.num_experts, axes.ep.size, "experts over EP"), output_size, input_size]
+        shape[split_dim] = num_blocks * divide(shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP")
+        info = ParamInfo(init, tp_dim=split_dim, tp_blocks=num_blocks, expert=True)
+        self.weight = make_parameter(tuple(shape), config.params_dtype, device, info)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each."""
+        return _GroupedProduct.apply(x, self.weight, counts)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        key, weight, etp, dim = prefix + "weight", self.weight.detach(), self.axes.etp, self.split_dim
+        whole, first = list(weight.shape), self.axes.ep.rank * weight.shape[0]
+        whole[0] *= self.axes.ep.size
+        whole[dim] *= etp.size
+        if etp.size == 1 or dim == 2:
+            offset = (first, 0, etp.rank * weight.shape[2] if dim == 2 else 0)
+            return {key: ShardedTensor(key, tuple(whole), weight.dtype, (Box(offset, weight),), self.weight)}
+        rows = weight.shape[1] // self.num_blocks
+        boxes = [
+            Box(
+                (first + e, (block * etp.size + etp.rank) * rows, 0),
+                weight[e : e + 1, block * rows : (block + 1) * rows],
+            )
+            for e in range(weight.shape[0])
+            for block in range(self.num_blocks)
+        ]
+        return {key: ShardedTensor(key, tuple(whole), weight.dtype, tuple(boxes), self.weight)}
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """One product per expert that has rows; on a GPU in bf16 a single kernel for all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        ctx.weight = weight  # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        return grouped_product(x, weight.mT, counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight, counts = ctx.saved_tensors
+        dx = grouped_product(dy, weight, counts) if ctx.needs_input_grad[0] else None
+        dw = _grouped_weight_grad(ctx.weight, dy, x, counts) if ctx.needs_input_grad[1] else None
+        return dx, dw, None
+
+
+def has_grouped_kernel(x: Tensor) -> bool:
+    """Whether torch runs all products of a group in one kernel; elsewhere it loops, as we do, and slower."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
+def grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Rows `x` `[n, in]` of each expert times its matrix `[experts, in, out]`."""
+    if has_grouped_kernel(x):
+        return F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
+    y = x.new_empty(len(x), matrices.shape[2])
+    for expert, start, stop in _ranges(counts):
+        torch.mm(x[start:stop], matrices[expert], out=y[start:stop])
+    return y
+
+
+def _grouped_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor | None:
+    """`dW[e] = dy[e]^T x[e]`, added into `main_grad` where the parameter has one (see `weight_grad`)."""
+    in_place = hasattr(weight, "main_grad")
+    grad: Tensor = weight.main_grad if in_place else torch.zeros_like(weight)  # type: ignore[attr-defined]
+    if has_grouped_kernel(x):
+        grad.add_(F.grouped_mm(dy.t(), x, offs=counts.cumsum(0).int()))
+    else:
+        for expert, start, stop in _ranges(counts):
+            if grad.dtype == x.dtype:
+                grad[expert].addmm_(dy[start:stop].t(), x[start:stop])
+            else:
+                grad[expert].add_(dy[start:stop].t() @ x[start:stop])
+    return None if in_place else grad
+
+
+def _ranges(counts: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of those that have rows."""
+    ranges, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            ranges.append((expert, start, start + count))
+        start += count
+    return ranges

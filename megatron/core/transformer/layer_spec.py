@@ -1,0 +1,93 @@
+"""The building blocks of a layer, one table for each back end (--transformer-impl).
+
+Layers take what they are made of from here and do not know which back end it is. Parameters, their boxes and initial
+values are those of the local classes in either case; a back end only computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.grouped_linear import GroupedLinear
+from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Precision:
+    """What surrounds the layers of a chunk: nothing, their precision is that of their tensors."""
+
+    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup | None) -> None:
+        """`group`: the ranks of this pipeline stage; None is the world."""
+        self.config, self.group = config, group
+
+    def chunk(self) -> AbstractContextManager[None]:
+        """Around the whole forward pass."""
+        return nullcontext()
+
+    def layer(self, number: int) -> AbstractContextManager[None]:
+        """Around layer `number` of the model."""
+        return nullcontext()
+
+
+class Quantized:
+    """A module whose scales belong to a checkpoint: those that follow from earlier steps."""
+
+    def scales(self) -> dict[str, Any] | None:
+        """Tensors on the host, and the recipe that they are of; None where there are none."""
+        raise NotImplementedError
+
+    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
+        """Go on with what `scales` gave; False, and nothing is changed, where it is of another recipe or shape."""
+        raise NotImplementedError
+
+
+def nothing() -> None:
+    """There is nothing to do."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The class of each block, and what is done around them."""
+
+    norm: type[Norm] = Norm
+    column: type[ColumnParallelLinear] = ColumnParallelLinear
+    norm_column: type[NormColumnParallelLinear] = NormColumnParallelLinear
+    row: type[RowParallelLinear] = RowParallelLinear
+    core_attention: type[CoreAttention] = CoreAttention
+    grouped: type[GroupedLinear] = GroupedLinear
+    precision: type[Precision] = Precision
+    checkpoint: Callable[..., Any] = checkpoint
+    start_step: Callable[[], None] = nothing
+    """Before the first micro batch of a step: the weights may have changed."""
+
+
+LOCAL = LayerSpec()
+
+
+def layer_spec(config: TransformerConfig) -> LayerSpec:
+    """The back end of a configuration.
+
+    Raises ValueError where it is not installed.
+    """
+    return LOCAL if config.transformer_impl == "local" else _transformer_engine()
+
+
+def _transformer_engine() -> LayerSpec:
+    """Imported here, since it is not installed everywhere and takes seconds."""
+    try:
+        module = importlib.import_module("megatron.core.transformer.te_layers")
+    except (ImportError, OSError, RuntimeError) as error:  # not there, without its libraries, or of another torch
+        raise ValueError(
+            f"--transformer-impl transformer_engine: Transformer Engine cannot be imported ({error}). Install it with "
+            "pip install --no-build-isolation '.[te]' (docs/gpu.md), or take --transformer-impl local"
+        ) from error
+    spec: LayerSpec = module.TRANSFORMER_ENGINE
+    return spec

@@ -1,0 +1,157 @@
+"""The wiring of Transformer Engine, tried with a stand-in (tests/te_stand_in): local curves and checkpoints."""
+
+import functools
+import importlib
+import shlex
+import sys
+
+import pytest
+import torch
+
+from megatron.conversion.convert import convert
+from megatron.core.dist_checkpointing import read_metadata
+from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run_config import parse_args
+from tests import ROOT
+from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
+
+STAND_IN = str(ROOT / "tests/te_stand_in")
+TE = "--transformer-impl transformer_engine "
+DATA = "--mock-data --train-iters 4 "
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
+WAYS = {  # processes, model, flags
+    "one": (1, "llama", ""),
+    "tp2_sp": (2, "llama", LAYOUTS["tp2_sp"][1]),
+    "gpt2_tp2_sp": (2, "gpt2", LAYOUTS["tp2_sp"][1]),
+    "tp2": (2, "gpt2", LAYOUTS["tp2"][1]),
+    "pp2_interleaved": (2, "llama", LAYOUTS["pp2_interleaved"][1]),
+    "dp2": (2, "llama", LAYOUTS["dp2_distributed_optimizer"][1]),
+    "recompute": (1, "llama", FULL),
+    "recompute_selective": (1, "llama", SELECTIVE),
+    "documents": (1, "llama", "--reset-attention-mask --eod-mask-loss"),
+    "window_qk_norm_1p": (1, "llama", "--window-size 5,0 --qk-layernorm --apply-layernorm-1p"),
+    "experts": (1, "llama", EXPERTS),
+    "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
+                        "--expert-tensor-parallel-size 1"),
+}  # fmt: skip
+
+
+def train_with_stand_in(rank, world_size, flags):
+    """`train`, and what the modules were told: (number of calls, what was said in them)."""
+    if STAND_IN not in sys.path:
+        sys.path.insert(0, STAND_IN)
+    te = importlib.import_module("transformer_engine.pytorch")
+    te.CALLS.clear()
+    outcome = train(rank, world_size, flags)
+    return outcome, [told for _, told in te.CALLS], te_state(te)
+
+
+def te_state(te):
+    """The scales of the first module that computed in fp8."""
+    states = [module.fp8_meta["scaling_fwd"] for module, told in te.CALLS if told["fp8"]]
+    return (states[0].scale.tolist(), states[0].amax_history.tolist()) if states else None
+
+
+@functools.cache
+def local(pool, world_size, flags):
+    return pool.run(train, world_size, flags)
+
+
+ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "experts_tp2_ep2"}
+
+
+@pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+def test_curves_are_those_of_the_local_layers(pool, way):
+    world_size, model, flags = WAYS[way]
+    flags = f"{DATA} {MODELS[model]} {flags} "
+    expected = local(pool, world_size, flags)
+    outcomes, told, _ = zip(*pool.run(train_with_stand_in, world_size, flags + TE), strict=True)
+    assert told[0] and all(call["fused"] for call in told[0])
+    steps = [call["first"] for call in told[0]]
+    assert steps.count(True) * 2 <= len(steps)  # some later micro batches in every step
+    for mine, theirs in zip(outcomes, expected, strict=True):
+        for name in ("losses", "grad_norms"):
+            ours = getattr(mine.measured, name)
+            assert ours == pytest.approx(getattr(theirs.measured, name), rel=2e-5), name
+    tensors = whole(expected)
+    assert whole(list(outcomes)).keys() == tensors.keys()
+    for key, ours in whole(list(outcomes)).items():
+        torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
+
+
+def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
+    """Local, then Transformer Engine at another layout, and back: the curve of one run.
+
+    A legacy checkpoint has the names of its modules.
+    """
+    model, steps = f"--mock-data {MODELS['llama']} --train-iters 6 ", []
+    expected = local(pool, 1, model)[0].measured.losses
+    for exit_at, layout, impl in (
+        (2, "tp2_sp", f"{TE} --ckpt-format torch"),
+        (4, "dp2_distributed_optimizer", ""),
+        (6, "tp2_sp", TE),
+    ):
+        flags = f"{model} {impl} {LAYOUTS[layout][1]} --save {tmp_path} --load {tmp_path} --exit-interval {exit_at}"
+        outcome = pool.run(train_with_stand_in if impl else train, 2, flags)[0]
+        steps += (outcome[0] if impl else outcome).measured.losses
+    assert steps == pytest.approx(expected, rel=2e-5)
+    stored = torch.load(tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
+
+
+FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1 "
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layout):
+    """The same losses, bit for bit, after a resume at the same layout; other recipes take the weights alone."""
+    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
+    flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
+    straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
+    assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
+    in_fp8 = [call["fp8"] for call in told[0]]
+    assert 0 < sum(in_fp8) < len(in_fp8)  # the first and the last layer are not
+    steps = [call["first"] for call in told[0] if call["fp8"]]
+    assert steps.count(True) * 4 == len(steps)  # weights are rounded in one micro batch of four
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    stored = read_metadata(tmp_path / "iter_0000003").objects
+    assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+
+    convert(tmp_path, tmp_path / "converted", "legacy")  # whatever computed it
+
+    def resumed(more):
+        tracker.write_text("3")
+        return pool.run(train_with_stand_in, 2, f"{model} {more} --load {tmp_path}")
+
+    again, _, same_scales = zip(*resumed(f"{FP8} --first-last-layers-bf16"), strict=True)
+    last = straight[-1].measured.losses[3:]
+    assert again[-1].measured.losses == last and same_scales == scales
+    for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
+        assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
+
+
+def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    monkeypatch.delitem(sys.modules, "megatron.core.transformer.te_layers", raising=False)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
+    )
+    with pytest.raises(ValueError, match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local"):
+        layer_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--bf16 --fp8-format hybrid --transformer-impl local", "--fp8-format hybrid needs --transformer-impl"),
+        ("--fp8-format hybrid", "--fp8-format hybrid needs --bf16"),
+        ("--bf16 --fp8-format e4m3 --hidden-size 40", "--hidden-size 40 is not a multiple of 16"),
+        (f"{TE} --context-parallel-size 2 --reset-attention-mask", "--reset-attention-mask with --cp-comm-type p2p"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(shlex.split(COMMON + DATA + flags), 2 if "context" in flags else 1)

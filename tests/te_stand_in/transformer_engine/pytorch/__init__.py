@@ -1,0 +1,293 @@
+"""The documented behaviour of the modules that we use, in plain torch.
+
+Of fp8 there is delayed scaling: tensors are rounded to e4m3 by scales that follow from the maxima of the calls before,
+which every rank of the group agrees on when the outermost autocast ends; weights are rounded in the first micro batch.
+"""
+
+import contextlib
+import math
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+CALLS = []  # (module, what it was told) of every forward pass of a linear layer
+
+
+class _Fp8:
+    recipe = group = None
+    depth = 0
+    used = {}  # modules whose maxima are new
+
+
+@contextlib.contextmanager
+def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
+    before = _Fp8.recipe, _Fp8.group
+    _Fp8.recipe, _Fp8.group = (fp8_recipe, fp8_group) if enabled else (None, None)
+    _Fp8.depth += 1
+    try:
+        yield
+    finally:
+        _Fp8.depth -= 1
+        _Fp8.recipe, _Fp8.group = before
+        if enabled and _Fp8.depth == 0 and torch.is_grad_enabled():
+            for module in _Fp8.used.values():
+                module.update_scales(fp8_group)
+            _Fp8.used.clear()
+
+
+def checkpoint(function, *args, use_reentrant=True, **kwargs):
+    recipe, group = _Fp8.recipe, _Fp8.group
+
+    def contexts():
+        again = fp8_autocast(recipe is not None, fp8_recipe=recipe, fp8_group=group)
+        return contextlib.nullcontext(), again
+
+    return torch_checkpoint(function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs)
+
+
+def _normalized(x, weight, bias, eps, rms, zero_centered):
+    weight = weight.float() + 1 if zero_centered else weight.float()
+    if rms:
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    return F.layer_norm(x.float(), weight.shape, weight, bias.float(), eps).to(x.dtype)
+
+
+class _Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fp8_meta, self.fp8, self._rounded = {}, False, None
+
+    def start(self):
+        self.fp8 = _Fp8.recipe is not None
+        if self.fp8 and "scaling_fwd" not in self.fp8_meta:
+            self.fp8_meta |= {"recipe": _Fp8.recipe, "num_gemms": 1}
+            self.init_fp8_meta_tensors(_Fp8.recipe)
+
+    def init_fp8_meta_tensors(self, recipe):
+        for name, each in (("scaling_fwd", 3), ("scaling_bwd", 2)):
+            count = each * self.fp8_meta["num_gemms"]
+            history = torch.zeros(recipe.amax_history_len, count)
+            self.fp8_meta[name] = SimpleNamespace(scale=torch.ones(count), amax_history=history)
+
+    def rounded(self, x, slot):
+        meta = self.fp8_meta["scaling_fwd"]
+        meta.amax_history[0, slot] = torch.maximum(meta.amax_history[0, slot], x.detach().abs().amax().float())
+        _Fp8.used[id(self)] = self
+        y = (x.float() * meta.scale[slot]).clamp(-448, 448).to(torch.float8_e4m3fn).float() / meta.scale[slot]
+        return x + (y.to(x.dtype) - x).detach()
+
+    def update_scales(self, group):
+        meta = self.fp8_meta["scaling_fwd"]
+        if dist.is_initialized():
+            dist.all_reduce(meta.amax_history[0], dist.ReduceOp.MAX, group=group)
+        amax = meta.amax_history.amax(0)
+        meta.scale = torch.where(amax > 0, 448.0 / amax.clamp(min=1e-12) / 2 ** _margin(self), meta.scale)
+        meta.amax_history = meta.amax_history.roll(-1, 0)
+        meta.amax_history[0].zero_()
+
+    def weight_for(self, weight, is_first_microbatch):
+        if not self.fp8:
+            return weight
+        if is_first_microbatch is not False or self._rounded is None:
+            self._rounded = self.rounded(weight, 1).detach()
+        return weight + (self._rounded - weight).detach()
+
+
+def _margin(module):
+    return module.fp8_meta["recipe"].margin
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T; the gradient of W goes to `main_grad` where it is fused."""
+
+    @staticmethod
+    def forward(ctx, x, weight, parameter, fused, overwrite):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.fused, ctx.overwrite = parameter, fused, overwrite
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        if not ctx.fused:
+            return dy @ weight, dw, None, None, None
+        main_grad = ctx.parameter.main_grad
+        main_grad.copy_(dw) if ctx.overwrite else main_grad.add_(dw)
+        return dy @ weight, None, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Over the group: at a row-parallel layer's end forward, at a column-parallel layer's beginning backward."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward, sequence):
+        ctx.group, ctx.forward_sums, ctx.sequence = group, forward, sequence
+        return _combine(x, group, forward, sequence)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _combine(dy, ctx.group, not ctx.forward_sums, ctx.sequence), None, None, None
+
+
+def _combine(x, group, sums, sequence):
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if sums:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x.chunk(size)[rank].contiguous() if sequence else x
+    if not sequence:
+        return x.view_as(x)
+    parts = [torch.empty_like(x) for _ in range(size)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+class Linear(_Module):
+    def __init__(
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, bias=True, params_dtype=None, parallel_mode=None, device="cuda",
+    ):  # fmt: skip
+        super().__init__()
+        self.tp_group, self.tp_size, self.mode = tp_group, tp_size, parallel_mode
+        self.sequence_parallel, self.fuse_wgrad_accumulation = (
+            sequence_parallel and tp_size > 1,
+            fuse_wgrad_accumulation,
+        )
+        rows = out_features // (tp_size if parallel_mode == "column" else 1)
+        columns = in_features // (tp_size if parallel_mode == "row" else 1)
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=params_dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=params_dtype, device=device)) if bias else None
+
+    def forward(self, inp, is_first_microbatch=None):
+        self.start()
+        CALLS.append((self, {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}))
+        if self.mode == "column" and self.tp_size > 1:
+            inp = _Sum.apply(inp, self.tp_group, False, self.sequence_parallel)
+        inp = self.rounded(inp, 0) if self.fp8 else inp
+        weight = self.weight_for(self.weight, is_first_microbatch)
+        first = is_first_microbatch is True
+        out = _Product.apply(inp, weight, self.weight, self.fuse_wgrad_accumulation, first)
+        if self.mode == "row" and self.tp_size > 1:
+            out = _Sum.apply(out, self.tp_group, True, self.sequence_parallel)
+        return out if self.bias is None else out + self.bias
+
+
+class LayerNormLinear(Linear):
+    def __init__(
+        self, in_features, out_features, eps=1e-5, normalization="LayerNorm", zero_centered_gamma=False,
+        params_dtype=None, device="cuda", **kwargs,
+    ):  # fmt: skip
+        super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **kwargs)
+        self.eps, self.rms, self.zero_centered_gamma = eps, normalization == "RMSNorm", zero_centered_gamma
+        empty = torch.empty(in_features, dtype=params_dtype, device=device)
+        self.layer_norm_weight = nn.Parameter(empty)
+        self.layer_norm_bias = None if self.rms else nn.Parameter(empty.clone())
+
+    def forward(self, inp, is_first_microbatch=None):
+        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, self.rms, self.zero_centered_gamma)
+        return super().forward(_normalized(inp, *norm), is_first_microbatch)
+
+
+class _Norm(nn.Module):
+    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, zero_centered_gamma=False, device="cuda"):
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(normalized_shape, dtype=params_dtype, device=device))
+        self.bias = None if self.rms else nn.Parameter(torch.empty_like(self.weight))
+
+    def forward(self, x):
+        return _normalized(x, self.weight, self.bias, self.eps, self.rms, self.zero_centered_gamma)
+
+
+class LayerNorm(_Norm):
+    rms = False
+
+
+class RMSNorm(_Norm):
+    rms = True
+
+
+class GroupedLinear(_Module):
+    def __init__(self, num_gemms, in_features, out_features, bias=True, params_dtype=None, device="cuda"):
+        super().__init__()
+        self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, False
+        for index in range(num_gemms):
+            empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
+            setattr(self, f"weight{index}", nn.Parameter(empty))
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        self.start()
+        CALLS.append((self, {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}))
+        assert sum(m_splits) == len(inp)
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
+        fused, first = self.fuse_wgrad_accumulation, is_first_microbatch is True
+        return torch.cat(
+            [_Product.apply(x, w, w, fused, first) for x, w in zip(inp.split(m_splits), weights, strict=True)]
+        )
+
+
+class Fp8Padding(nn.Module):
+    def __init__(self, num_gemms):
+        super().__init__()
+
+    def forward(self, inp, m_splits):
+        padded = [math.ceil(rows / 16) * 16 for rows in m_splits]
+        parts = [F.pad(x, (0, 0, 0, to - len(x))) for x, to in zip(inp.split(m_splits), padded, strict=True)]
+        return torch.cat(parts), padded
+
+
+class Fp8Unpadding(nn.Module):
+    def __init__(self, num_gemms):
+        super().__init__()
+
+    def forward(self, inp, m_splits):
+        padded = [math.ceil(rows / 16) * 16 for rows in m_splits]
+        return torch.cat([x[:rows] for x, rows in zip(inp.split(padded), m_splits, strict=True)])
+
+
+class DotProductAttention(nn.Module):
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
+        softmax_scale=None, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
+    ):  # fmt: skip
+        super().__init__()
+        assert cp_group is None, "context parallelism is not stood in for"
+        self.heads, self.channels, self.groups = num_attention_heads, kv_channels, num_gqa_groups
+        self.scale, self.dropout = softmax_scale or kv_channels**-0.5, attention_dropout
+
+    def forward(
+        self, query_layer, key_layer, value_layer, qkv_format="sbhd", attn_mask_type="causal", window_size=None,
+        cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+        core_attention_bias_type="no_bias", alibi_slopes=None,
+    ):  # fmt: skip
+        """sbhd: `[s, b, heads, d]` to `[s, b, heads d]`; thd: `[t, heads, d]` to `[t, heads d]`."""
+        assert query_layer.shape[-2:] == (self.heads, self.channels) and key_layer.shape[-2] == self.groups
+        q, k, v = query_layer, key_layer, value_layer
+        k, v = (x.repeat_interleave(self.heads // self.groups, -2) for x in (k, v))
+        if qkv_format == "thd":
+            assert attn_mask_type == "padding_causal" and cu_seqlens_q.dtype == torch.int32
+            assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q) and torch.equal(cu_seqlens_q, cu_seqlens_kv)
+            lengths = cu_seqlens_q.diff()
+            assert lengths.max() <= max_seqlen_q == max_seqlen_kv
+            document = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        else:
+            assert attn_mask_type == "causal" and cu_seqlens_q is None
+            document = torch.zeros(len(q), dtype=torch.long)
+        place = torch.arange(len(q))
+        distance = place.unsqueeze(1) - place
+        hidden = (distance < 0) | (document.unsqueeze(1) != document)
+        if window_size is not None:
+            hidden |= distance > window_size[0]
+        scores = torch.einsum("sbhd,tbhd->bhst", q.float(), k.float()) * self.scale
+        if core_attention_bias_type == "alibi":
+            scores = scores - alibi_slopes.view(1, -1, 1, 1) * distance
+        probs = F.dropout(scores.masked_fill(hidden, -math.inf).softmax(-1), self.dropout, self.training)
+        out = torch.einsum("bhst,tbhd->sbhd", probs, v.float()).to(q.dtype).flatten(2)
+        return out.squeeze(1) if qkv_format == "thd" else out
