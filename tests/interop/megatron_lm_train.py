@@ -89,6 +89,12 @@ def leave_out_kernels() -> None:
         importlib.import_module("megatron.legacy.fused_kernels").load = lambda _: None
 
 
+def load_without_gradients() -> None:
+    """Legacy files of an fp32 model are copied into views of parameters, which its own runs could not do either."""
+    training = importlib.import_module("megatron.training.training")
+    training.load_checkpoint = torch.no_grad()(training.load_checkpoint)
+
+
 def record_losses(path: Path) -> None:
     """Keep every loss in full: the log rounds them, and its first line counts into the second one."""
     training = importlib.import_module("megatron.training.training")
@@ -114,6 +120,7 @@ def main() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     replace_cuda()
     leave_out_kernels()
+    load_without_gradients()
     record_losses(Path(losses))
     sys.argv = [str(Path(source) / "pretrain_gpt.py"), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
