@@ -108,7 +108,7 @@ class CheckpointSaver:
             iteration_directory(root, iteration),
             common=common,
             generation=generation,
-            before_writing=None if self._retention is None else self._retention.wait,
+            before_writing=self._make_room,
             rewrite=rewrite,
             beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
             on_commit=on_commit,
@@ -171,6 +171,10 @@ class CheckpointSaver:
             timeout=60 * config.ckpt_save_timeout_minutes,
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
+
+    def _make_room(self) -> None:
+        if self._retention is not None:
+            self._retention.wait()
 
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         number = 0 if generation is None else generation.number
