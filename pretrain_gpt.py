@@ -68,13 +68,15 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
 
 
 def main() -> None:
-    if "--dry-run" in sys.argv:
+    if "--dry-run" in sys.argv:  # before anything else: it needs no process group
         with errors_explained_once(status=2):
             print(dry_run(sys.argv[1:], model_provider))
         return
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)
+        # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the last save ended.
+        dist.barrier()
     dist.destroy_process_group()
 
 

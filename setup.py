@@ -34,9 +34,10 @@ setup(
         # Its kernels are compiled against the torch that is there: pip install --no-build-isolation.
         "te": ["transformer_engine[core_cu13,pytorch]>=2.8,<2.21"],
         "plots": ["matplotlib>=3.8,<4"],
+        "object-storage": ["obstore>=0.8,<0.13"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]
-        + ["pybind11>=2.13", "setuptools>=70", "tiktoken>=0.7,<1"],
+        + ["pybind11>=2.13", "setuptools>=70", "tiktoken>=0.7,<1", "obstore>=0.8,<0.13", "moto[server]>=5,<6"],
     },
     ext_modules=[
         Pybind11Extension(

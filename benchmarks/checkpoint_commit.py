@@ -86,7 +86,7 @@ def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) 
 
 
 def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:
-    barrier, pending = SaveBarrier(store, save_id, 0, world, 600), PendingCheckpoint.of(root / "iter_0000001", save_id)
+    barrier, pending = SaveBarrier(store, save_id, 0, world, 600), PendingCheckpoint(root / "iter_0000001", save_id)
     pending.begin(0)
     idle = Ticker()
     idle.start()

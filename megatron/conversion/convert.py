@@ -35,9 +35,10 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.files import CHECKSUMS
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import fsync_tree, put_in_place
+from megatron.core.object_storage import ObjectPath
 
 _VERIFY_BYTES = 64 << 20
 
@@ -147,21 +148,31 @@ def convert(
         raise ValueError(
             f"--save-dir {save_dir} is or contains the source {load_dir}, which would be lost: choose another"
         )
+    if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
+        reason = "nothing is replaced there: delete it first" if overwrite else "give --saver torch_dist or a directory"
+        raise ValueError(f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}")
     changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
+
+    def compare_with_source(written: Path) -> int | None:
+        if not verify:
+            return None
+        target = open_checkpoint(written)
+        starting(sum(info.nbytes for info in target.tensors.values()))
+        return compare(changed, target, progress)
+
+    unused = [f"unused in the source: {name}" for name in source.unused]
+    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
+        not_carried = WRITERS[saver](changed, save_dir, options, progress)
+        verified = compare_with_source(save_dir)
+        return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
     # Beside the target, so that the final rename stays within one file system.
     partial = save_dir.with_name(f".{save_dir.name}.converting")
     with exclusive_output_dir(partial):
         not_carried = WRITERS[saver](changed, partial, options, progress)
         fsync_tree(partial)
-        verified = None
-        if verify:
-            # Read back from the files, as the next program will, before anything replaces the target.
-            written = open_checkpoint(partial)
-            starting(sum(info.nbytes for info in written.tensors.values()))
-            verified = compare(changed, written, progress)
+        verified = compare_with_source(partial)
         put_in_place(partial, save_dir)
-    unused = [f"unused in the source: {name}" for name in source.unused]
     return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 

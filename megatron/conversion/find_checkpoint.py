@@ -24,7 +24,8 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.object_storage import ObjectPath, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,21 @@ class Format(NamedTuple):
     faults: Callable[[Path], list[str]]
 
 
+def _is_unfinished(directory: Path) -> bool:
+    """In object storage an unfinished save has the final names, too."""
+    return isinstance(directory, ObjectPath) and read_commit(directory) is None
+
+
+def _is_torch_dist(directory: Path) -> bool:
+    return (directory / METADATA).is_file() and not _is_unfinished(directory)
+
+
 def _torch_dist_faults(directory: Path) -> list[str]:
     return missing_or_truncated(directory) if is_complete(directory) else [f"{METADATA_JSON} is missing"]
 
 
 FORMATS: dict[str, Format] = {
-    "torch_dist": Format(lambda directory: (directory / METADATA).is_file(), _torch_dist_faults),
+    "torch_dist": Format(_is_torch_dist, _torch_dist_faults),
     "legacy": Format(is_legacy, legacy_faults),
     "hf": Format(is_huggingface, lambda directory: []),  # opening it checks all of its files
     "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
@@ -71,10 +81,14 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
     or if no checkpoint is complete: starting from scratch would overwrite them. `loader` names the format of a
     directory that looks like several.
     """
-    root = Path(root)
+    root = path_of(root)
     if step is None and _formats_of(root):
         return Found(root, detect(root, loader))
-    named, reason = named_checkpoint(root, step)
+    if step is None and isinstance(root, ObjectPath):  # the tracker is a hint there: what is committed counts
+        whole = next((directory for directory in newest_first(root) if fault(directory) is None), None)
+        if whole is not None:
+            return Found(whole, detect(whole, loader))
+    named, reason = (None, None) if isinstance(root, ObjectPath) and step is None else named_checkpoint(root, step)
     if named is not None:
         if (problem := fault(named)) is None:
             return Found(named, detect(named, loader))
@@ -116,7 +130,8 @@ def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     Only this function decides which of two checkpoints is newer. Iterations must be on the branch that ends with
     `head`, or by default on the branch of the latest start (see `dist_checkpointing.lineage`).
     """
-    lineages = {i: read_lineage(iteration_directory(root, i)) for i in saved_iterations(root)}
+    iterations = [i for i in saved_iterations(root) if not _is_unfinished(iteration_directory(root, i))]
+    lineages = {i: read_lineage(iteration_directory(root, i)) for i in iterations}
     end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
     numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
     for path in root.glob("global_step*_universal"):
@@ -127,7 +142,7 @@ def newest_first(root: Path, head: Path | None = None) -> list[Path]:
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
+    return path_of(root) / f"iter_{iteration:07d}"
 
 
 def iteration_of(directory: Path) -> int:
@@ -136,7 +151,7 @@ def iteration_of(directory: Path) -> int:
 
 def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a directory under `root`, in order; complete or not."""
-    names = [path.name.removeprefix("iter_") for path in Path(root).glob("iter_*")]
+    names = [path.name.removeprefix("iter_") for path in path_of(root).glob("iter_*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 

@@ -135,7 +135,7 @@ class SaveAndExitPolicy:
 
     def _votes(self, seconds: float) -> _Votes:
         now = self._clock()
-        # The vote counts after the next iteration; then the last save follows.
+        # The vote takes effect after the next iteration, and then the last save must still fit in.
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
         return _Votes(
             signal=int(self._signals.received or 0),
@@ -155,6 +155,7 @@ class _VoteExchange:
 
     def start(self, votes: _Votes) -> None:
         if dist.get_backend() == "nccl":
+            # Queued behind the work of the device and copied back without waiting for it.
             on_device = torch.tensor(votes, dtype=torch.int32, device=self._device)
             dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
             self._votes = HostCopy.start(on_device)
@@ -215,6 +216,7 @@ class NanCheck:
         last, self._last = self._last, None
         if last is None or not last.skipped.wait():  # the same on all ranks: the norm is over all gradients
             return
+        # The norm says that something is wrong on all ranks; only the ranks with the loss can say where it began.
         finite = bool(torch.isfinite(last.loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(places, None if finite else self._place())

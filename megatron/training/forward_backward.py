@@ -43,12 +43,13 @@ def forward_backward(
 
     Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
     micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
-    tokens and their number. So, too, where a rank has only a part of each sequence, whose mean says little; without
-    that flag the means of the parts are nevertheless what is minimized, as in Megatron-LM. Nothing is read back from
-    the device.
+    tokens and their number. Under context parallelism, too, it is the sum over tokens that is reported, because a rank
+    sees only a part of each sequence; what is minimized without that flag are the means of the parts, as in
+    Megatron-LM. Nothing is read back from the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
+    # Gradients accumulate locally; only the last backward pass of each chunk starts their reduction.
     for chunk in run.chunks:
         chunk.require_sync = False
     layer_spec(run.config.model).start_step()
@@ -116,6 +117,7 @@ def _make_forward_step(
         mean = total / num_tokens.clamp(min=1)
         reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
         totals.add_(torch.stack(reported).detach())
+        # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
             return total * loss_scale
         return mean * (loss_scale / num_microbatches)

@@ -258,14 +258,14 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
 def compile_layers(chunk: MegatronModule) -> None:
     """Compile what lies between the linear layers: norms, rotation, attention, activation, residual sums.
 
-    One compilation serves all layers of one shape. The linear layers are left as they are: their matrix products are
+    One compilation serves all layers of one shape. The products of the linear layers are left as they are: they are
     library calls in any case, and they add to gradient buffers and overlap with collectives. Modules, hooks and keys
-    stay the same, only `forward` is replaced.
+    stay the same.
     """
     for layer in outermost_layers(chunk):
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                module.project = torch.compiler.disable(module.project)  # type: ignore[method-assign]
         # dropout draws the numbers that it draws without compilation
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
 

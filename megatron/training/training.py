@@ -1,4 +1,7 @@
-"""Pretraining: initialize, build, load, train, save."""
+"""Pretraining: initialize, build, load, train, save.
+
+`pretrain` is the life of a run, `train` its loop, `train_step` one iteration; the rest reports, evaluates and saves.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,7 @@ def build_run(
     """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
+    # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     chunks = build_chunks(config, ps, rng, model_provider)
@@ -148,6 +152,7 @@ def build_chunks(
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(config.training.seed)
+        # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
@@ -277,12 +282,15 @@ def train_step(
     with run.timers("forward-backward"):
         loss = forward_backward(run, batches, num_microbatches)
     with run.timers("finalize-model-grads"):
+        # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with the backward pass.
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
+        # The only place where a save behind training holds it up: nothing else changes the tensors that are copied.
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
+    # An overflow under a dynamic loss scale is retried with other data, not with another learning rate.
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step, experts

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from megatron.conversion.convert import convert
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -118,6 +119,8 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000003").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+
+    convert(tmp_path, tmp_path / "converted", "legacy")  # whatever computed it
 
     def resumed(more):
         tracker.write_text("3")

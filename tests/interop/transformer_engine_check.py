@@ -238,6 +238,8 @@ def check_functions(te: types.ModuleType) -> None:
         assert made.delayed() == (name == "delayed"), made
         if name == "delayed":
             assert (made.margin, made.amax_history_len, made.amax_compute_algo) == (1, 1, "most_recent")
+    for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
+        inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
     inspect.signature(te.fp8_autocast).bind(enabled=True, fp8_recipe=made, fp8_group=None)
     assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(te.checkpoint).parameters.values())
     source = inspect.getsource(te.checkpoint)

@@ -26,6 +26,7 @@ from megatron.conversion.files import Options, parse_size
 from megatron.conversion.find_checkpoint import FORMATS
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
+from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -88,8 +89,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--load-dir", type=Path, required=True, help="a run's --save directory, an iteration, or a model")
-    add("--save-dir", type=Path, required=True, help="where the result goes; must not exist")
+    add("--load-dir", type=path_of, required=True, help="a run's --save directory, an iteration, or a model")
+    add("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
     add("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
     add("--saver", choices=[*WRITERS], required=True, help="format of the result")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")

@@ -57,7 +57,8 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     ARGUMENTS(known, description)
-    return TransformerConfig(**{**known, "vocab_size": vocab_size, "transformer_impl": "local"})
+    # Its shapes alone are wanted, whatever computed it.
+    return TransformerConfig(**{**known, "vocab_size": vocab_size, "transformer_impl": "local", "fp8": None})
 
 
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:

@@ -237,5 +237,6 @@ def _blend_sizes(blend: Blend, num_samples: int | None, surplus: float) -> tuple
     if blend.weights is None:
         return num_samples, [None] * len(blend.prefixes)
     assert num_samples is not None
+    # A member may give a little more than its share: the surplus makes room for that.
     shares = [math.ceil(num_samples * weight) for weight in blend.weights]
     return sum(shares), [math.ceil(share * (1 + surplus)) for share in shares]

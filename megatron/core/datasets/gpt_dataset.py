@@ -64,6 +64,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int,
 def build_gpt_index(plan: GPTIndexPlan, sequence_lengths: np.ndarray) -> Arrays:
     """document_index int32 [epochs * sequences], sample_index [samples + 1, 2], shuffle_index [samples]."""
     random = np.random.RandomState(plan.seed)  # the only numpy generator whose stream never changes between versions
+    # The order of these two draws from one generator is part of the format: Megatron-LM's samples depend on it.
     document_index = _document_index(plan, random)
     sample_index = build_sample_index(
         sequence_lengths, document_index, plan.seq_length, plan.num_samples, plan.extra_tokens

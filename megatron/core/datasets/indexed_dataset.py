@@ -240,6 +240,7 @@ class IndexedDatasetBuilder:
             file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
             for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
                 file.write(values.tobytes())
+        # Durable before named: after a power cut a name must not stand for missing bytes.
         for temporary in self._temporary.values():
             fsync_file(temporary)
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never stand beside the new tokens

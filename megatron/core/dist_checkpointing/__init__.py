@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     map_keys,
 )
+from megatron.core.dist_checkpointing.object_generation import take_generation
 from megatron.core.dist_checkpointing.saving.commit import SaveReport
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, save, staging_for_waiting
 from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
@@ -64,6 +65,7 @@ __all__ = [
     "safe_open",
     "save",
     "staging_for_waiting",
+    "take_generation",
     "verify",
     "write_tracker",
 ]

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
+import xxhash
+
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    CheckpointError,
+    anything,
+    file_name,
+    mapping,
+    read_json,
+    read_regular,
+    record,
+    sequence,
+    text,
+)
 from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
+from megatron.core.object_storage import ObjectPath, path_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"
-CHECKSUMS = "checksums.bin"
-OLD_CHECKSUMS = "checksums.json"
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -26,27 +40,65 @@ _PENDING, _DELETING = ".saving-", ".deleting-"
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
     """Name the latest checkpoint of `save_directory`; to be called when it is committed, never before."""
-    write_durably(Path(save_directory) / TRACKER, str(iteration).encode())
+    path, content = path_of(save_directory) / TRACKER, str(iteration).encode()
+    if isinstance(path, ObjectPath):
+        path.store.put(path.key, content)
+    else:
+        write_durably(path, content)
 
 
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     """The iteration that the tracker names, "release", or None without a tracker. A garbled one is a ValueError."""
-    path = Path(save_directory) / TRACKER
+    path = path_of(save_directory) / TRACKER
     try:
-        text = read_regular(path).decode("utf-8", errors="replace").strip()
+        named = read_regular(path).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if text == "release":
-        return text
-    if not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{path}: {text[:40]!r} is neither an iteration nor 'release'")
-    return int(text)
+    if named == "release":
+        return named
+    if not (named.isascii() and named.isdigit()):
+        raise CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
+    return int(named)
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Whether `directory` holds a committed torch_dist checkpoint (its files are not looked into)."""
-    path = Path(directory)
+    path = path_of(directory)
+    if isinstance(path, ObjectPath) and read_commit(path) is None:
+        return False
     return (path / METADATA).is_file() and (path / METADATA_JSON).is_file()
+
+
+_COMMIT = record({"save_id?": text(), "revoked?": text(), "files?": mapping(sequence(anything, 2, 2), file_name)})
+_FILE = (COUNT, text(16))
+
+
+def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
+    """The `metadata.json` of a checkpoint in object storage: of each file, size and xxh3_64 of its blocks' hashes.
+
+    `sums` are `FileChecksums` by name.
+    """
+    listed = {name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()}
+    return json.dumps({**BACKEND, "save_id": save_id, "files": listed}).encode()
+
+
+def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
+    """Size and hash of the files of a committed checkpoint; None if it is not committed, or was revoked.
+
+    Empty for a checkpoint that was written to a file system and copied.
+    """
+    where = f"{directory / METADATA_JSON}"
+    try:
+        content = _COMMIT(read_json(directory / METADATA_JSON), where)
+    except FileNotFoundError:
+        return None
+    if "revoked" in content:
+        return None
+    listed = content.get("files", {})
+    for name, fields in listed.items():
+        for check, value in zip(_FILE, fields, strict=True):
+            check(value, f"{where}: {name}")
+    return {name: (fields[0], fields[1]) for name, fields in listed.items()}
 
 
 def pending_directory(directory: Path, save_id: str) -> Path:
@@ -66,8 +118,8 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
     A crash between the two renames that replace a checkpoint left the old one under another name: it gets its name
     back.
     """
-    root, removed = Path(save_directory), []
-    if not root.is_dir():
+    root, removed = path_of(save_directory), []
+    if isinstance(root, ObjectPath) or not root.is_dir():  # in object storage, taking a generation has done it
         return []
     for path in sorted(root.iterdir()):
         if path.name.startswith(REPLACED):

@@ -62,6 +62,7 @@ class Generation(NamedTuple):
             try:
                 claim.mkdir(exist_ok=True)
                 write_flushed(claim / _OWNER, json.dumps(content).encode())
+                # A rename onto a directory that is not empty fails: of two starts, one gets the number.
                 os.rename(claim, generation.directory)  # fails if it exists: a generation is never empty
                 if _newest(root) == generation.number:
                     break
@@ -94,12 +95,14 @@ class Generation(NamedTuple):
         newest = _newest(self.root)
         if newest <= self.number:
             return  # the directory was damaged, not taken over
-        owner = _owner(self.root / f"{_GENERATION}{newest:07d}")
+        raise self.superseded_by(newest, _owner(self.root / f"{_GENERATION}{newest:07d}")) from cause
+
+    def superseded_by(self, newest: int, owner: dict[str, Any]) -> SupersededError:
         who = ", ".join(f"{key} {value}" for key, value in owner.items() if key != "token")
-        raise SupersededError(
+        return SupersededError(
             f"{self.root}: another start has taken over this directory (generation {newest}: {who}). This run "
             f"(generation {self.number}) changes nothing in it any more; give it another --save to go on"
-        ) from cause
+        )
 
     def move_tracker(self, iteration: int | str) -> None:
         """Name the latest checkpoint, durably; call it when that is committed, never before."""
@@ -109,16 +112,23 @@ class Generation(NamedTuple):
             os.rename(ours, self.root / TRACKER)
             fsync_directory(self.root)
 
-    def put_aside(self, directory: Path) -> Path:
-        """Take the checkpoint `directory` out of the directory of checkpoints; returns where it is now.
-
-        Durable after `fsync_directory(root)`; only then may its files be removed.
-        """
-        aside = self.directory / f"deleting-{directory.name}"
-        with self.fenced():
-            remove(aside)  # of an earlier removal that could not be finished
-            os.rename(directory, aside)
+    def put_aside(self, directories: list[Path]) -> list[Path]:
+        """Take checkpoints out of the directory of checkpoints, durably; returns where they are now, for `remove`."""
+        aside = []
+        for directory in directories:
+            path = self.directory / f"deleting-{directory.name}"
+            remove(path)  # of an earlier removal that could not be finished
+            with contextlib.suppress(FileNotFoundError), self.fenced():  # somebody else may have removed it
+                os.rename(directory, path)
+                aside.append(path)
+        if aside:
+            fsync_directory(self.root)  # no removal may become durable before the renames
         return aside
+
+    def remove(self, aside: Path) -> None:
+        """As far as possible: what stays goes at the next start."""
+        with contextlib.suppress(OSError):
+            remove(aside)
 
     def _revoke_older(self) -> None:
         older = [number for number in _generations(self.root) if number < self.number]

@@ -1,35 +1,25 @@
-"""Checking a whole checkpoint: completeness, coverage, checksums; and comparing contents, whatever the layout.
-
-The digest of a global tensor does not depend on how it is cut. Element number i (row-major in the global tensor) is an
-unsigned integer e_i of b bits: its bytes, little-endian. With f_i = e_i xor (e_i >> b / 2),
-
-    digest = sum over i of  f_i * T[i mod 65536] * A(i div 65536)   mod 2^64
-    T[r] = splitmix64(r) | 1        A(q) = splitmix64(2^32 + q) | 1
-
-where 16-byte elements count as two of 8 bytes. A sum does not care about order, so any tiling gives the same number and
-partial sums of boxes just add up. All weights are odd and f is one-to-one, so a change of a single element always
-changes the digest. Changes of several are missed with a probability of 2^-64, at most 2^-33 if all of them are
-multiples of a high power of two.
-"""
+"""Checking a whole checkpoint: completeness, coverage, checksums."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
+import xxhash
 
-from megatron.core.dist_checkpointing.boxes import Shape, byte_runs, cut_rows, shifted
-from megatron.core.dist_checkpointing.files import CHECKSUMS, COMMON, METADATA, METADATA_JSON, OLD_CHECKSUMS
+from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, read_commit
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
+    CHECKSUMS,
     DIGEST_SIZE,
+    OLD_CHECKSUMS,
     FileChecksums,
+    checksums_of,
     find_checksums,
     hash_blocks,
     read_checksums,
@@ -39,16 +29,18 @@ from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
     file_name,
     mapping,
-    open_descriptor,
-    open_regular,
+    open_file,
     read_json,
     record,
     text,
 )
+from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.core.dist_checkpointing.loading.reader import Reader, read_metadata
+from megatron.core.dist_checkpointing.loading.reader import read_metadata
+from megatron.core.dist_checkpointing.object_generation import CLAIM
 from megatron.core.durable_files import write_json
+from megatron.core.object_storage import ObjectPath, path_of
 
 _READ_SIZE = 8 * BLOCK_SIZE
 INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
@@ -80,7 +72,7 @@ def verify(
     Reads the whole checkpoint, `progress` gets the number of bytes read since its last call. Problems are collected,
     one line each with the file or key; nothing is raised for a damaged checkpoint.
     """
-    path = Path(directory)
+    path = path_of(directory)
     report = VerifyReport()
     if not path.is_dir():
         report.problems.append(f"{path}: no such directory")
@@ -112,7 +104,10 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
 
     Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked for.
     """
-    path, problems = Path(directory), []
+    path, problems = path_of(directory), []
+    if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
+        return _object_faults(path, listed)
+    # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
     if find_checksums(path) is not None:
         exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
     else:
@@ -125,6 +120,22 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
             continue
         if size < expected or (exact and size != expected):
             problems.append(f"{name} has {size} bytes instead of {expected}")
+    return problems
+
+
+def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | None) -> list[str]:
+    """Against what `metadata.json` lists: sizes of all objects, and the content of the small ones."""
+    if listed is None:
+        return [f"{METADATA_JSON} does not say that it was committed"]
+    problems, there = [], path.store.sizes(path.key)
+    for name, (expected, digest) in listed.items():
+        size = there.get((path / name).key)
+        if size != expected:
+            problems.append(f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {expected}")
+        elif not name.endswith(".distcp"):
+            sums = checksums_of((path / name).read_bytes())
+            if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
+                problems.append(f"{name} is not what {METADATA_JSON} vouches for")
     return problems
 
 
@@ -170,6 +181,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         OLD_CHECKSUMS,
         LINEAGE,
         INTEGRITY,
+        CLAIM,
     } | metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
@@ -206,7 +218,7 @@ def write_integrity(directory: str | os.PathLike[str], progress: Callable[[int],
 
     It vouches for the files as they are now: `verify` first.
     """
-    path = Path(directory)
+    path = path_of(directory)
     names = sorted(file.name for file in path.iterdir() if file.is_file() and file.name != INTEGRITY)
     files = {name: _sha256(path / name, progress) for name in names}
     write_json(path / INTEGRITY, {"algorithm": "sha256", "files": files})
@@ -215,8 +227,9 @@ def write_integrity(directory: str | os.PathLike[str], progress: Callable[[int],
 
 def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while block := file.read(_READ_SIZE):
+    with open_file(path) as file:
+        for offset in range(0, file.size, _READ_SIZE):
+            block = file.read(offset, _READ_SIZE)
             digest.update(block)
             progress(len(block))
     return digest.hexdigest()
@@ -224,133 +237,46 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
 
 def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int], None]) -> list[str]:
     """The checksums of one whole file; damaged ranges are merged."""
+    problems = []
     try:
-        descriptor = open_descriptor(path)
+        with open_file(path) as file:
+            size = file.size
+            if size != expected.size:
+                problems.append(f"{path}: has {size} bytes instead of {expected.size}")
+            damaged: list[int] = []
+            for offset in range(0, min(size, expected.size), _READ_SIZE):
+                content = file.read(offset, _READ_SIZE)
+                found, first = hash_blocks(content), offset // BLOCK_SIZE
+                for i in range(len(found) // DIGEST_SIZE):
+                    place = slice((first + i) * DIGEST_SIZE, (first + i + 1) * DIGEST_SIZE)
+                    if found[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE] != expected.blocks[place]:
+                        damaged.append(first + i)
+                progress(len(content))
     except OSError as error:
         return [f"{path}: cannot be opened: {error.strerror}"]
     except CheckpointError as error:
         return [str(error)]
-    problems = []
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != expected.size:
-            problems.append(f"{path}: has {size} bytes instead of {expected.size}")
-        damaged: list[int] = []
-        for offset in range(0, min(size, expected.size), _READ_SIZE):
-            content = os.pread(descriptor, _READ_SIZE, offset)
-            found, first = hash_blocks(content), offset // BLOCK_SIZE
-            for i in range(len(found) // DIGEST_SIZE):
-                place = slice((first + i) * DIGEST_SIZE, (first + i + 1) * DIGEST_SIZE)
-                if found[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE] != expected.blocks[place]:
-                    damaged.append(first + i)
-            progress(len(content))
-        if damaged:
-            ranges = ", ".join(f"{i * BLOCK_SIZE}..{min(size, (i + 1) * BLOCK_SIZE)}" for i in damaged[:10])
-            more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
-            problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")
-    except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror}")
-    finally:
-        os.close(descriptor)
+    if damaged:
+        ranges = ", ".join(f"{i * BLOCK_SIZE}..{min(size, (i + 1) * BLOCK_SIZE)}" for i in damaged[:10])
+        more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
+        problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")
     return problems
 
 
 def total_bytes(directory: str | os.PathLike[str]) -> int:
     """How much `verify` is going to read."""
     try:
-        return sum(file.size for file in read_checksums(Path(directory)).values())
+        return sum(file.size for file in read_checksums(path_of(directory)).values())
     except CheckpointError:
         return 0
 
 
-_BLOCK = 1 << 16  # elements that share a block weight
-_LONG = 1 << 13  # elements: runs from here on are handled one by one, shorter ones many at once
-_STEP = 1 << 17  # elements handled at once
-_SLICE = 64 << 20  # bytes of a stored chunk in memory at once
+def digest_of(slices: Iterable[torch.Tensor]) -> str:
+    """xxh3_128 of a tensor's bytes in row-major order, which no layout and no format changes.
 
-
-def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Vigna's generator as a function of its counter, on uint64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _block_weights(numbers: np.ndarray) -> np.ndarray:
-    return splitmix64(numbers.astype(np.uint64) + np.uint64(1 << 32)) | np.uint64(1)
-
-
-_WEIGHTS = splitmix64(np.arange(_BLOCK, dtype=np.uint64)) | np.uint64(1)
-_CYCLE = np.concatenate([_WEIGHTS, _WEIGHTS[:_LONG]])  # the weights of a run that crosses into the next block
-
-
-def partial_digest(tensor: torch.Tensor, offset: Shape, global_shape: Shape) -> int:
-    """What the box `tensor` (CPU) at `offset` adds to the digest of its global tensor; sum these modulo 2^64."""
-    words, offset, shape, global_shape = _as_words(tensor, offset, global_shape)
-    if words.size == 0:
-        return 0
-    runs = byte_runs(global_shape, offset, shape, itemsize=1)
-    run = runs[0].length
-    rows = words.reshape(-1, run)
-    starts = np.concatenate([first + np.arange(repeats) * stride for first, _, stride, repeats in runs])
-    alone = (starts % _BLOCK + run > _BLOCK) if run < _LONG else np.ones(len(rows), dtype=bool)
-    total = sum(_weigh_run(rows[i], int(starts[i])) for i in np.flatnonzero(alone))
-    if not alone.all():
-        total += _weigh_short_runs(rows, starts, alone)
-    return total % (1 << 64)
-
-
-def tensor_digest(reader: Reader, key: str) -> int:
-    """The digest of a stored tensor, chunk by chunk: no more than a chunk's slice is in memory."""
-    stored = reader.metadata.tensors[key]
-    total = 0
-    for chunk in stored.chunks:
-        for offset, shape in cut_rows(chunk.shape, stored.dtype.itemsize, _SLICE):
-            place = shifted(chunk.offset, offset)
-            total += partial_digest(reader.read(key, place, shape), place, stored.shape)
-    return total % (1 << 64)
-
-
-def format_digest(value: int) -> str:
-    return f"{value % (1 << 64):016x}"
-
-
-def _weigh_run(row: np.ndarray, start: int) -> int:
-    """Contiguous elements, block by block."""
-    total = position = 0
-    while position < len(row):
-        number, first = divmod(start + position, _BLOCK)
-        count = min(len(row) - position, _BLOCK - first)
-        block = _block_weights(np.array([number]))[0]
-        total += int(np.dot(_mix(row[position : position + count]), _WEIGHTS[first : first + count])) * int(block)
-        position += count
-    return total
-
-
-def _weigh_short_runs(rows: np.ndarray, starts: np.ndarray, alone: np.ndarray) -> int:
-    """All runs that lie in one block each (not `alone`), many at a time."""
-    run = rows.shape[1]
-    windows = np.lib.stride_tricks.sliding_window_view(_CYCLE, run)
-    total, step = 0, max(1, _STEP // run)
-    for first in range(0, len(rows), step):
-        place = starts[first : first + step]
-        sums = np.einsum("ij,ij->i", _mix(rows[first : first + step]), windows[place % _BLOCK])
-        sums[alone[first : first + step]] = 0
-        total += int(np.dot(sums, _block_weights(place // _BLOCK)))
-    return total
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """f as above: high bits, like signs, reach the low ones, which a product modulo 2^64 preserves best."""
-    return (words ^ (words >> words.dtype.type(4 * words.itemsize))).astype(np.uint64)
-
-
-def _as_words(tensor: torch.Tensor, offset: Shape, global_shape: Shape) -> tuple[np.ndarray, Shape, Shape, Shape]:
-    """The elements as unsigned integers, and the box in terms of them."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    size = min(8, tensor.dtype.itemsize)
-    words = flat.view(torch.uint8).numpy().view(f"<u{size}")
-    if tensor.dtype.itemsize == 16:
-        return words, (*offset, 0), (*tensor.shape, 2), (*global_shape, 2)
-    return words, offset, tuple(tensor.shape), global_shape
+    `slices` are its rows in turn, so that a large tensor need not be in memory.
+    """
+    digest = xxhash.xxh3_128()
+    for part in slices:
+        digest.update(bytes_of(part.contiguous().view(-1)))
+    return digest.hexdigest()

@@ -133,6 +133,10 @@ class ColumnParallelLinear(MegatronModule):
         self.bias = make_parameter((rows,), dtype, device, zeros) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product and its collectives, which are no part of compiled regions."""
         return _Linear.apply(x, self.weight, self.bias, self.tp, True, self.sequence_parallel)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
@@ -170,6 +174,10 @@ class RowParallelLinear(MegatronModule):
         self.bias = make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """The product and its collectives, which are no part of compiled regions."""
         return _Linear.apply(x, self.weight, self.bias, self.tp, False, self.sequence_parallel)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:

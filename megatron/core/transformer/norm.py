@@ -67,8 +67,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute and self.training:
-            return without_intermediate(self._normed, super().forward, x)
-        return super().forward(self._normed(x))
+            return without_intermediate(self._normed, self.project, x)
+        return self.project(self._normed(x))
 
     def _normed(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)

@@ -70,7 +70,7 @@ class _WithScales(Quantized):
 
     def scales(self) -> dict[str, Any] | None:
         meta = self.engine.module.fp8_meta
-        if not self.engine.module.fp8 or not meta["recipe"].delayed():
+        if "scaling_fwd" not in meta or not meta["recipe"].delayed():
             return None
         tensors = {f"{name}_{way}": getattr(meta[f"scaling_{way}"], name) for way in _WAYS for name in _KEPT}
         return {"recipe": "delayed"} | {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -112,7 +112,7 @@ class TEColumnParallelLinear(ColumnParallelLinear, _WithScales):
         )
         self.engine = _Engine(module, self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
 
 
@@ -134,6 +134,10 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, _WithScales):
         self.engine = _Engine(module, self)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Of the input as it is: the norm is in it."""
         return self.engine(self, x)
 
 
@@ -153,7 +157,7 @@ class TERowParallelLinear(RowParallelLinear, _WithScales):
         )
         self.engine = _Engine(module, self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
 
 

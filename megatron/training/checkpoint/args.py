@@ -14,7 +14,6 @@ from megatron.conversion.find_checkpoint import find_checkpoint
 from megatron.conversion.megatron_lm.args import with_asked_for
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.transformer_config import deciding_fields, is_used
-from megatron.training.config.arguments import Given
 
 # What --use-checkpoint-args takes over besides the fields that decide the model.
 ALSO_TAKEN = (
@@ -78,7 +77,7 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
     return Coordination.of(None).at_coordinator(read)
 
 
-def with_stored_args(given: Given, stored: Mapping[str, Any]) -> tuple[Given, list[str]]:
+def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
     merged, notes = dict(given), []
     for name in (*(field.name for field in deciding_fields()), *ALSO_TAKEN):

@@ -31,12 +31,13 @@ from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save
+from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
+from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
 from megatron.training.checkpoint.fp8_state import fp8_state
@@ -59,7 +60,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     if not config.no_save_rng:
         state |= _generators(run)
     rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, Path(root), run.state.iteration, common_state(run), rewrite, since)
+    run.saver.save(state, path_of(root), run.state.iteration, common_state(run), rewrite, since)
 
 
 def _generators(run: Run) -> ShardedStateDict:
@@ -125,7 +126,9 @@ def check_hf_target(run: Run) -> None:
     if target is None:
         return
     choose_family(run.config.model, None)
-    directory = Path(target)
+    directory = path_of(target)
+    if isinstance(directory, ObjectPath):
+        raise ValueError(f"--save-hf {target}: object storage holds torch_dist checkpoints alone; give a directory")
     if directory.exists() and not (directory.is_dir() and (is_huggingface(directory) or not any(directory.iterdir()))):
         raise ValueError(f"--save-hf {directory} exists and is not a Hugging Face model: give another directory")
 
@@ -173,6 +176,7 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     check_free_space(directory, sum(path.stat().st_size for path in stored))
     made = directory / "rewritten"
     write(made)
+    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this is interrupted.
     for path in stored:
         path.unlink()
     for path in list(made.iterdir()):
@@ -190,7 +194,7 @@ def take_save_directory(config: Config) -> Generation | None:
     checkpoint = config.checkpoint
     if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:
         return None
-    root, ranks = Path(checkpoint.save), Coordination.of(None)
+    root, ranks = path_of(checkpoint.save), Coordination.of(None)
     generation = ranks.at_coordinator(lambda: _take(root))
     seen = ranks.all_gather((socket.gethostname(), generation.is_current()))
     if not seen[0][1]:
@@ -201,11 +205,14 @@ def take_save_directory(config: Config) -> Generation | None:
 
 def _take(root: Path) -> Generation:
     """On rank 0. ValueError before the first iteration is better than a first save that fails."""
+    if isinstance(root, ObjectPath):
+        check_conditional_requests(root)
+        return take_generation(root, _this_start())
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             pass
-        generation = Generation.take(root, _this_start())
+        generation = take_generation(root, _this_start())
         clean_up(root)
     except OSError as error:
         raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error

@@ -17,6 +17,7 @@ from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
@@ -80,8 +81,8 @@ def _choose(config: CheckpointConfig) -> tuple[Found, bool] | None:
         return None
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {config.load} holds no checkpoint (--exit-on-missing-checkpoint)")
-    if config.save is None or Path(config.save).resolve() != Path(config.load).resolve():
-        _start_from_random_weights(config, Path(config.load))
+    if config.save is None or path_of(config.save).resolve() != path_of(config.load).resolve():
+        _start_from_random_weights(config, path_of(config.load))
     else:
         logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
     return None
@@ -166,7 +167,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         source,
         strictness=config.dist_ckpt_strictness,
         skip=lambda key: _is_left_out(key, with_optimizer, source.tensors),
-        exchange_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
+        parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     ).objects
 
     # Bring everything that is not a tensor to the same point.

@@ -7,7 +7,6 @@ checkpoint is whole.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -19,7 +18,6 @@ from megatron.conversion.find_checkpoint import iteration_directory, saved_itera
 from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE
 from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
 from megatron.core.dist_checkpointing.threads import Workers
-from megatron.core.durable_files import fsync_directory, remove
 
 VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
 
@@ -78,15 +76,12 @@ class Retention:
             self._losses = self._find(lineage)
         self._losses[newest] = loss
         superfluous = to_delete(self._losses, newest, self._policy, self._losses)
-        doomed = []
+        doomed = self._generation.put_aside([iteration_directory(root, iteration) for iteration in superfluous])
         for iteration in superfluous:
-            with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
-                doomed.append(self._generation.put_aside(iteration_directory(root, iteration)))
             del self._losses[iteration]
         if doomed:
-            fsync_directory(root)  # no removal may become durable before the renames
             self._remover = self._remover or Workers(1, "checkpoint-remover")
-            self._removals += [self._remover.submit(partial(_remove, path)) for path in doomed]
+            self._removals += [self._remover.submit(partial(self._generation.remove, path)) for path in doomed]
         return [iteration_directory(root, iteration) for iteration in superfluous]
 
     def wait(self) -> None:
@@ -122,9 +117,3 @@ def _stored_loss(directory: Path) -> float:
         return float(load_common(directory).get(VALIDATION_LOSS, math.nan))
     except (OSError, ValueError):
         return math.nan
-
-
-def _remove(path: Path) -> None:
-    """As far as possible: the next start removes what is left."""
-    with contextlib.suppress(OSError):
-        remove(path)

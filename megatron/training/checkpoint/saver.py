@@ -90,11 +90,12 @@ class CheckpointSaver:
         if self._saver is None:
             self._saver = self._make_saver()
         self.finish()
+        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
         generation = self._generation if self._generation is not None and root == self._generation.root else None
         lineage = self._lineage(generation, iteration)
         loss = common.get(VALIDATION_LOSS, math.nan)
 
-        def on_commit() -> None:
+        def on_commit() -> None:  # on rank 0, when the checkpoint is durable and has its name
             if generation is None:  # --ckpt-convert-save
                 write_tracker(root, iteration)
                 return
@@ -107,7 +108,7 @@ class CheckpointSaver:
             iteration_directory(root, iteration),
             common=common,
             generation=generation,
-            before_writing=None if self._retention is None else self._retention.wait,
+            before_writing=self._make_room,
             rewrite=rewrite,
             beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
             on_commit=on_commit,
@@ -170,6 +171,10 @@ class CheckpointSaver:
             timeout=60 * config.ckpt_save_timeout_minutes,
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
+
+    def _make_room(self) -> None:
+        if self._retention is not None:
+            self._retention.wait()
 
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         number = 0 if generation is None else generation.number

@@ -460,6 +460,8 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
         yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
+    if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
+        yield f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds torch_dist checkpoints alone"
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         yield "--ckpt-convert-format and --ckpt-convert-save go together"
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:

@@ -71,6 +71,7 @@ def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool)
     places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     mine = (socket.gethostname(), needs_data)
     dist.all_gather_object(places, mine)
+    # The first rank of each node that needs data: hosts, not ranks, decide who shares a page cache.
     first = needs_data and places.index(mine) == dist.get_rank()
     try:
         datasets = build(True) if first else None

@@ -40,7 +40,7 @@ class Timers:
             if level > self.level:
                 yield
                 return
-            start = self._now()
+            start = self._now()  # waits for the device: kernels are asynchronous
             yield
             self._seconds[name] += self._now() - start
 

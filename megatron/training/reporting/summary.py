@@ -18,6 +18,7 @@ import torch
 
 from megatron import __version__
 from megatron.core.durable_files import write_json
+from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.utils import size_text
 from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
@@ -124,8 +125,11 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
         console.report(
             arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()}
         )
-    run.writers = [*writers, *make_writers(config.logging, config.checkpoint.save, flags)]
-    record = RunRecord(config.checkpoint.save) if config.checkpoint.save is not None else None
+    # Records and logs are appended to line by line, which object storage cannot: they need a directory of their own.
+    save = config.checkpoint.save
+    directory = None if save is None or isinstance(path_of(save), ObjectPath) else save
+    run.writers = [*writers, *make_writers(config.logging, directory, flags)]
+    record = None if directory is None else RunRecord(directory)
     if record is not None:
         run.writers.append(RecordWriter(record))
         _record_start(run, record, topics)

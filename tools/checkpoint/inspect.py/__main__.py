@@ -41,7 +41,8 @@ from megatron.core.dist_checkpointing import CheckpointError, Reader, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
-from megatron.core.dist_checkpointing.verification import format_digest, partial_digest, total_bytes, write_integrity
+from megatron.core.dist_checkpointing.verification import digest_of, total_bytes, write_integrity
+from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
 from megatron.core.utils import size_text
 from megatron.planning.pictures import shares_picture
@@ -324,11 +325,8 @@ def digest(args: argparse.Namespace) -> int:
     digests: dict[str, str] = {}
     with Progress("digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json) as progress:
         for key in chosen:
-            total = 0
-            for offset, part in view.slices(key):
-                total += partial_digest(part, offset, view.tensors[key].shape)
-                progress.add(part.nbytes)
-            digests[key] = format_digest(total)
+            digests[key] = digest_of(part for _, part in view.slices(key))
+            progress.add(view.tensors[key].nbytes)
     if args.json:
         print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))
         return 0
@@ -390,9 +388,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("path", type=Path, metavar="PATH", help="an iteration's directory, or a --save directory")
+        command.add_argument(
+            "path", type=path_of, metavar="PATH", help="an iteration's directory, or a --save directory"
+        )
         if name == "diff":
-            command.add_argument("other", type=Path, metavar="OTHER", help="what to compare it with")
+            command.add_argument("other", type=path_of, metavar="OTHER", help="what to compare it with")
             command.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
         if name == "plan":
             for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):

@@ -10,7 +10,6 @@ of its files, and nobody parses them to save. Older checkpoints have `checksums.
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from megatron.core.dist_checkpointing.files import CHECKSUMS, OLD_CHECKSUMS
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_descriptor, read_regular
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, read_regular
 
+CHECKSUMS, OLD_CHECKSUMS = "checksums.bin", "checksums.json"
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
 _ALGORITHM = "xxh3_64"
@@ -144,27 +143,23 @@ class BlockVerifier:
     def check_file(self, name: str) -> None:
         """All of a file. Raises CheckpointError if it is missing, truncated or damaged."""
         try:
-            descriptor = open_descriptor(self._directory / name)
+            with open_file(self._directory / name) as file:
+                self.check_range(file, 0, file.size)
         except OSError as error:
             raise CheckpointError(f"{self._directory / name}: cannot be opened: {error.strerror}") from error
-        try:
-            self.check_range(name, descriptor, 0, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
 
-    def check_range(self, name: str, descriptor: int, start: int, stop: int) -> None:
-        """All blocks that bytes `[start, stop)` of file `name` touch."""
-        path = self._directory / name
+    def check_range(self, file: OpenFile, start: int, stop: int) -> None:
+        """All blocks that bytes `[start, stop)` of the file touch."""
+        path, name = file.path, file.path.name
         if name not in self._sums:
             raise CheckpointError(f"{path}: no checksums of it")
         expected = self._sums[name]
-        size = os.fstat(descriptor).st_size
-        if size != expected.size:
-            raise CheckpointError(f"{path}: has {size} bytes instead of {expected.size}")
+        if file.size != expected.size:
+            raise CheckpointError(f"{path}: has {file.size} bytes instead of {expected.size}")
         for block in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
             if (name, block) in self._good:
                 continue
-            content = os.pread(descriptor, BLOCK_SIZE, block * BLOCK_SIZE)
+            content = file.read(block * BLOCK_SIZE, BLOCK_SIZE)
             if hash_blocks(content) != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]:
                 first = block * BLOCK_SIZE
                 raise CheckpointError(f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}")

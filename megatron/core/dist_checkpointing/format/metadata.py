@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, CheckpointError, file_name, printable, shown
-from megatron.core.dist_checkpointing.format.schema import key as check_key
-from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
+from megatron.core.dist_checkpointing.format.schema import COUNT, CheckpointError, file_name
 
 
 class Location(NamedTuple):
@@ -97,55 +94,6 @@ class CheckpointMetadata:
         return {file: int(end) for file, end in zip(tables[0].files, ends, strict=True) if end}
 
 
-def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
-    """The metadata that any version of DCP has pickled. Raises CheckpointError that names `where`."""
-    root = safe_loads(data, where)
-    try:
-        return _decode(root.state, where)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the pickle is intact, its content is not
-        reason = printable(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: not the metadata of a distributed checkpoint ({reason})") from error
-
-
-def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
-    locations: dict[tuple[str, Shape | None], Location] = {}
-    for index, info in root["storage_data"].items():
-        key = index.state["fqn"]
-        if info.state.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
-        location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        check_location(location, f"{where}: {shown(key)}")
-        offset = index.state.get("offset")
-        locations[key, None if offset is None else _shape(offset, key, where)] = location
-    files = tuple(dict.fromkeys(location.file for location in locations.values()))
-    numbers = {file: number for number, file in enumerate(files)}
-    result = CheckpointMetadata()
-    for key, entry in root["state_dict_metadata"].items():
-        check_key(key, f"{where}: a key")
-        if type(entry).__qualname__ == "BytesStorageMetadata":
-            result.objects[key] = locations[key, None]
-            continue
-        shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
-        chunks = []
-        for chunk in entry.state["chunks"]:
-            offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
-            if len(offset) != len(shape) or len(extent) != len(shape):
-                raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
-            chunks.append(StoredChunk(offset, extent, locations[key, offset]))
-        boxes = BoxTable.of([chunk[:2] for chunk in chunks], len(shape))
-        places = [(numbers[file], position, length) for _, _, (file, position, length) in chunks]
-        columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
-        table = ChunkTable(boxes.offset, boxes.shape, files, *columns)
-        check_inside(table, shape, what)
-        result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
-    known = {"state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans"}
-    result.extra = {name: value for name, value in root.items() if name not in known}
-    check_bounded(result.extra, where)
-    return result
-
-
 def check_location(location: Location, what: str) -> None:
     """Raises CheckpointError for a place that cannot be in the checkpoint's directory."""
     file_name(location.file, f"{what}: its file")
@@ -162,19 +110,15 @@ def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
         raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}")
 
 
-def _shape(value: Any, key: str, where: str) -> Shape:
-    if (
-        not isinstance(value, list | tuple)
-        or len(value) > MAX_RANK
-        or not all(type(n) is int and n >= 0 for n in value)
-    ):
-        raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
-    return tuple(value)
+def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
+    """The same with other names of the files of its tensors."""
+    names: dict[int, tuple[str, ...]] = {}  # tables share one tuple of names
 
+    def rename(stored: StoredTensor) -> StoredTensor:
+        table = stored.chunks
+        if id(table.files) not in names:
+            names[id(table.files)] = tuple(map(name_of, table.files))
+        files = names[id(table.files)]
+        return StoredTensor(stored.shape, stored.dtype, replace(table, files=files))
 
-def _dtype_of(properties: Placeholder) -> torch.dtype:
-    state = properties.state
-    dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype {shown(dtype)}")
-    return dtype
+    return replace(metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()})

@@ -21,16 +21,37 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, printable, shown
-from megatron.core.dist_checkpointing.format.torch_zip import Budget, FileStorage, FileTensor
 
-StorageOf = Callable[["StorageRef"], torch.Tensor | FileStorage]
+
+class Budget:
+    """How much may be copied while a file of `nbytes` is opened: else many views of one value fill the memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = 65536 + 4 * nbytes
+
+    def charge(self, amount: int) -> None:
+        self._left -= amount
+        if self._left < 0:
+            raise UnsafePickleError("it copies far more than it holds")
+
+
+class Storage(Protocol):
+    """The content of a record of the archive, in memory or in the file."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+        """The tensor that views it from element `offset` on, which it holds."""
+        ...
 
 
 class Resolver(Protocol):
     """What a stub needs to become what it stands for."""
 
-    storage: StorageOf
     budget: Budget
+
+    def storage(self, ref: StorageRef) -> Storage: ...
 
     def walk(self, value: Any) -> Any: ...
 
@@ -176,23 +197,19 @@ class TensorStub(Stub):
     def __setstate__(self, state: Any) -> NoReturn:
         raise UnsafePickleError("a pickle tries to set the state of a tensor")
 
-    def resolve(self, resolver: Resolver) -> torch.Tensor | FileTensor:
+    def resolve(self, resolver: Resolver) -> Any:
         data, dtype, shape = resolver.storage(self.storage), self.dtype, self.shape
         if min((self.offset, *shape, *self.stride), default=0) < 0:
             raise ValueError(f"tensor with offset {self.offset}, shape {shape}, strides {self.stride}")
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
-        nbytes = data.nbytes
-        numel = nbytes // dtype.itemsize
+        numel = data.nbytes // dtype.itemsize
         last = self.offset + sum((n - 1) * s for n, s in zip(shape, self.stride, strict=True))
         if last >= numel:
             raise ValueError(f"tensor of shape {shape} at {self.offset} exceeds its storage of {numel} elements")
         if math.prod(shape) > max(numel, _SMALL):
             raise ValueError(f"tensor of shape {shape} repeats the {numel} elements of its storage")
-        if isinstance(data, FileStorage):
-            return data.tensor(dtype, self.offset, shape, self.stride)
-        typed = data[: numel * dtype.itemsize].view(dtype)
-        return typed.as_strided(shape, self.stride, typed.storage_offset() + self.offset)
+        return data.view(dtype, self.offset, shape, self.stride)
 
 
 def _tensor_v2(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> TensorStub:

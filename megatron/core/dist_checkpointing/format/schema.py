@@ -13,15 +13,19 @@ trusts the value: nothing here calls `repr` on a container, so a structure that 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import stat
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
+
+from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
 
 
 class CheckpointError(ValueError):
@@ -241,18 +245,97 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     return open(open_descriptor(path), "rb", buffering=0)
 
 
+class OpenFile:
+    """A file of a checkpoint, open for reading at any place and from any thread. `size` is that of the start."""
+
+    closest_gap = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor: int | None = open_descriptor(path)
+        self.size = os.fstat(self.descriptor).st_size
+
+    def __enter__(self) -> OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def read(self, position: int, length: int) -> bytes:
+        """Fewer bytes at the end of the file."""
+        content = bytearray(max(0, min(length, self.size - position)))
+        self.read_into(memoryview(content), position)
+        return bytes(content)
+
+    def read_into(self, view: memoryview, position: int) -> None:
+        """Fill `view`. Raises CheckpointError that names the file if it is shorter, or cannot be read."""
+        done = 0
+        while done < len(view):
+            try:
+                count = self._read_some(view[done:], position + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read at {position + done}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: truncated: it has {self.size} bytes, data should be at "
+                    f"{position}..{position + len(view)}"
+                )
+            done += count
+
+    def _read_some(self, view: memoryview, position: int) -> int:
+        assert self.descriptor is not None
+        return os.preadv(self.descriptor, [view], position)
+
+
+class _OpenObject(OpenFile):
+    """An object: nothing is held open, and every read is one request, or several at once."""
+
+    closest_gap = 1 << 20  # a request takes as long as a megabyte
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.path, self.descriptor, self.size = path, None, path.stat().st_size
+        self._object = path
+
+    def _read_some(self, view: memoryview, position: int) -> int:
+        length = min(len(view), self.size - position)
+        if length <= 0:
+            return 0
+
+        def fetch(start: int) -> None:
+            part = view[start : min(start + PART_SIZE, length)]
+            content = memoryview(self._object.store.get_range(self._object.key, position + start, len(part)))
+            if len(content) != len(part):
+                raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
+            part[:] = content
+
+        starts = range(0, length, PART_SIZE)
+        if len(starts) == 1:
+            fetch(0)
+        else:
+            with ThreadPoolExecutor(min(8, len(starts)), "object-reader") as pool:
+                list(pool.map(fetch, starts))
+        return length
+
+
+def open_file(path: str | os.PathLike[str]) -> OpenFile:
+    """Raises CheckpointError unless it is a regular file or an object, OSError if it is not there."""
+    path = path_of(path)
+    return _OpenObject(path) if isinstance(path, ObjectPath) else OpenFile(path)
+
+
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:
     """All of a regular file. Raises CheckpointError if it has more than `limit` bytes."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointError(f"{printable(str(path))} has {size} bytes, more than the {limit} that it may have")
-        content = bytearray()
-        while chunk := file.read(max(1, size - len(content))):
-            content += chunk
-            if len(content) > limit:
-                raise CheckpointError(f"{printable(str(path))} grows while it is read")
-    return bytes(content)
+    with open_file(path) as file:
+        if file.size > limit:
+            raise CheckpointError(
+                f"{printable(str(path))} has {file.size} bytes, more than the {limit} that it may have"
+            )
+        return file.read(0, file.size)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

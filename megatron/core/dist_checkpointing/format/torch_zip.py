@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import struct
 import zlib
@@ -26,8 +25,7 @@ import torch
 from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
-    UnsafePickleError,
-    open_descriptor,
+    open_file,
     printable,
 )
 
@@ -308,42 +306,16 @@ class FileTensor:
         assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
         result = torch.empty(count, dtype=self.dtype)
         if count:
-            _read_into(self.path, memoryview(_bytes_of(result)), self.position + start * self.dtype.itemsize)
+            try:
+                with open_file(self.path) as file:
+                    file.read_into(bytes_of(result), self.position + start * self.dtype.itemsize)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         return result
 
     def read(self) -> torch.Tensor:
         """All of it."""
         return self.read_flat(0, self.numel()).view(self.shape)
-
-
-class Budget:
-    """How much may be copied while a file of `nbytes` is opened: else many views of one value fill the memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left = 65536 + 4 * nbytes
-
-    def charge(self, amount: int) -> None:
-        self._left -= amount
-        if self._left < 0:
-            raise UnsafePickleError("it copies far more than it holds")
-
-
-class FileStorage(NamedTuple):
-    """What a tensor views: `nbytes` from byte `position` of a file."""
-
-    path: Path
-    position: int
-    nbytes: int
-    budget: Budget
-
-    def tensor(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> FileTensor | torch.Tensor:
-        """The view of this storage; read at once if it is not row-major, which no checkpoint of a model needs."""
-        whole = FileTensor(self.path, self.position, dtype, (self.nbytes // dtype.itemsize,))
-        if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
-            return FileTensor(self.path, self.position + offset * dtype.itemsize, dtype, shape)
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        self.budget.charge(span * dtype.itemsize)
-        return whole.read_flat(offset, span).as_strided(shape, stride)
 
 
 def in_memory(value: Any) -> Any:
@@ -357,22 +329,7 @@ def in_memory(value: Any) -> Any:
     return value
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.uint8).numpy()
-
-
-def _read_into(path: Path, view: memoryview, position: int) -> None:
-    try:
-        descriptor = open_descriptor(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-    try:
-        while view:
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise CheckpointError(f"{path}: truncated: {len(view)} bytes are missing at byte {position}")
-            view, position = view[count:], position + count
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read at byte {position}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of one dimension."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

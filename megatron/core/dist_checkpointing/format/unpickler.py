@@ -22,7 +22,7 @@ import pickle
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +30,11 @@ from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.safe_globals import (
     SAFE_GLOBALS,
+    Budget,
     Function,
     Placeholder,
+    Storage,
     StorageKind,
-    StorageOf,
     StorageRef,
     Stub,
     TensorStub,
@@ -43,11 +44,12 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
     CheckpointError,
     UnsafePickleError,
-    open_regular,
+    open_file,
     printable,
     shown,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, Budget, FileStorage
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, FileTensor
+from megatron.core.object_storage import path_of
 
 _OTHER_MODULES = {  # of other versions of Python and numpy
     "__builtin__": "builtins",
@@ -60,6 +62,38 @@ _MAX_NAMES = 1000  # classes and functions; a type is made for each that is not 
 _UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
 # Records of save plans: read as placeholders, never used.
 _INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+
+
+class _MemoryStorage(NamedTuple):
+    """A record that is mapped or was read."""
+
+    data: torch.Tensor  # 1-D, uint8
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def view(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> torch.Tensor:
+        typed = self.data[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return typed.as_strided(shape, stride, typed.storage_offset() + offset)
+
+
+class _FileStorage(NamedTuple):
+    """A record that stays in the file: `nbytes` from byte `position` on."""
+
+    path: Path
+    position: int
+    nbytes: int
+    budget: Budget
+
+    def view(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> FileTensor | torch.Tensor:
+        """Read at once if it is not row-major, which no checkpoint of a model needs."""
+        if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
+            return FileTensor(self.path, self.position + offset * dtype.itemsize, dtype, shape)
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        self.budget.charge(span * dtype.itemsize)
+        whole = FileTensor(self.path, self.position, dtype, (self.nbytes // dtype.itemsize,))
+        return whole.read_flat(offset, span).as_strided(shape, stride)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -131,33 +165,28 @@ def safe_load(
     """
     if isinstance(source, bytes):
         return _load_archive(bytearray(source), where or "pickle", placeholders, check_crc=True)
-    path = Path(source)
+    path = path_of(source)
     where = where or str(path)
     try:
-        with open_regular(path) as file:
-            if mmap and os.fstat(file.fileno()).st_size:
-                mapped = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
+        with open_file(path) as file:
+            if mmap and file.size and file.descriptor is not None:
+                mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders)
-            return _load_archive(bytearray(file.read()), where, placeholders, check_crc=True)
+            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
 
 def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
     """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
-    path = Path(source)
+    path = path_of(source)
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            budget = Budget(size)
+        with open_file(path) as file:
+            budget = Budget(file.size)
+            archive = _open_archive(file.read, file.size, str(path))
 
-            def read(offset: int, count: int) -> bytes:
-                return os.pread(file.fileno(), max(0, min(count, size - offset)), offset)
-
-            archive = _open_archive(read, size, str(path))
-
-            def storage(name: str) -> FileStorage:
-                return FileStorage(path, archive.data_offset(name), archive.records[name].size, budget)
+            def storage(name: str) -> _FileStorage:
+                return _FileStorage(path, archive.data_offset(name), archive.records[name].size, budget)
 
             return _load(archive, storage, str(path), placeholders)
     except OSError as error:
@@ -168,16 +197,17 @@ def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders
     """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
     view = memoryview(buffer)
     archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
-    storages: dict[str, torch.Tensor] = {}
+    storages: dict[str, _MemoryStorage] = {}
 
-    def storage(name: str) -> torch.Tensor:
-        """The 1-D tensor of a record, shared by all tensors that view it."""
+    def storage(name: str) -> _MemoryStorage:
+        """Shared by all tensors that view it."""
         if name not in storages:
             size, offset = archive.records[name].size, archive.data_offset(name)
             if check_crc:
                 archive.check_crc(name, view[offset : offset + size])
             data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
-            storages[name] = data.clone() if data.data_ptr() % 16 else data  # aligned for every dtype, copied once
+            # Aligned for every dtype, copied once.
+            storages[name] = _MemoryStorage(data.clone() if data.data_ptr() % 16 else data)
         return storages[name]
 
     return _load(archive, storage, where, placeholders)
@@ -198,13 +228,11 @@ def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, w
     return archive
 
 
-def _load(
-    archive: Archive, storage: Callable[[str], torch.Tensor | FileStorage], where: str, placeholders: bool
-) -> Any:
+def _load(archive: Archive, storage: Callable[[str], Storage], where: str, placeholders: bool) -> Any:
     """The object in `archive`; `storage` gives the content of a record."""
     root, unpickler = _unpickle(archive.read("data.pkl"), where, placeholders)
 
-    def storage_of(ref: StorageRef) -> torch.Tensor | FileStorage:
+    def storage_of(ref: StorageRef) -> Storage:
         name = f"data/{ref.key}"
         if name not in archive.records:
             raise CheckpointError(f"{where}: tensor data {name} is missing")
@@ -220,7 +248,7 @@ def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, 
     """Stubs included."""
     unpickler = _Unpickler(data, placeholders)
     try:
-        scan_pickle(data)
+        scan_pickle(data)  # before the first opcode runs: nothing below is safe for a pickle that it refuses
         return unpickler.load(), unpickler
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None
@@ -229,7 +257,7 @@ def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, 
         raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
 
 
-def _resolve(root: Any, where: str, storage: StorageOf, budget: Budget) -> Any:
+def _resolve(root: Any, where: str, storage: Callable[[StorageRef], Storage], budget: Budget) -> Any:
     """Replace the stubs in a structure of containers by what they stand for, containers in place where possible."""
     try:
         result = _Resolver(storage, budget).walk(root)
@@ -249,7 +277,7 @@ def _resolve(root: Any, where: str, storage: StorageOf, budget: Budget) -> Any:
 class _Resolver:
     """Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection."""
 
-    def __init__(self, storage: StorageOf, budget: Budget) -> None:
+    def __init__(self, storage: Callable[[StorageRef], Storage], budget: Budget) -> None:
         self.storage, self.budget = storage, budget
         self._memo: dict[int, Any] = {}
 

@@ -27,6 +27,7 @@ def share_reading(spec: LocalSpec, group: dist.ProcessGroup) -> list[list[Item]]
 
     A collective. Ranks exchange a digest for each box, not the boxes: a replica has tens of thousands of them.
     """
+    # Sorted: the ranks must number their boxes alike, and each holds them in the order of its own model.
     boxes = sorted(
         Item(tensor.key, tensor.dtype, offset, offset, shape)
         for tensor in spec.tensors
@@ -53,7 +54,7 @@ def view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
     return narrow(boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape)
 
 
-def exchange(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
+def all_gather_shares(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
     """Every rank has read its share into its boxes; afterwards every rank has all of them. A collective of `group`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -62,6 +63,7 @@ def exchange(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | 
     part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
     mine = torch.empty(part, dtype=torch.uint8, device=device)
     received = torch.empty(size, part, dtype=torch.uint8, device=device)
+    # Rounds of bounded size: gathering whole shares at once would need the replicas' memory a second time.
     for start in range(0, longest, part):
         streams[rank].read(start, mine)
         dist.all_gather(list(received.unbind()), mine, group=group)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -16,7 +15,12 @@ from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.loading.fully_parallel_load import boxes_of, exchange, share_reading, view_of
+from megatron.core.dist_checkpointing.loading.fully_parallel_load import (
+    all_gather_shares,
+    boxes_of,
+    share_reading,
+    view_of,
+)
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.loading.strictness import (
     Contents,
@@ -30,6 +34,7 @@ from megatron.core.dist_checkpointing.loading.strictness import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
+from megatron.core.object_storage import path_of
 
 
 @dataclass
@@ -53,13 +58,13 @@ def load(
     skip: Callable[[str], bool] = lambda key: False,
     workers: int = 4,
     verify: bool = False,
-    exchange_group: dist.ProcessGroup | None = None,
+    parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a collective.
 
     `strictness` takes Megatron-LM's values; `skip` says which keys of the checkpoint are left out on purpose (the
     optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks what is read.
-    `exchange_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
+    `parallelization_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
     coordination = Coordination.of(group)
@@ -72,7 +77,7 @@ def load(
     coordination.raise_together(error)
     assert reader is not None
     options: dict[str, Any] = {"group": group, "strictness": strictness, "skip": skip, "workers": workers}
-    return fill(state, reader, str(directory), **options, exchange_group=exchange_group)
+    return fill(state, reader, str(directory), **options, parallelization_group=parallelization_group)
 
 
 class BoxReader(Protocol):
@@ -98,7 +103,7 @@ def fill(
     strictness: str = "raise_all",
     skip: Callable[[str], bool] = lambda key: False,
     workers: int = 4,
-    exchange_group: dist.ProcessGroup | None = None,
+    parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """`load` from what is open already, whatever its format; `where` names it in messages. A collective."""
     check_strictness(strictness)
@@ -119,14 +124,15 @@ def fill(
         return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
     report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
-    shares = _shares(reader, spec, exchange_group)
+    # All ranks agree so far. From here on an error of one is told to all before anybody waits for its share.
+    shares = _shares(reader, spec, parallelization_group)
     try:
-        objects = _read_local(state, reader, workers, shares, exchange_group)
+        objects = _read_local(state, reader, workers, shares, parallelization_group)
     except ValueError as caught:
         error = caught
     coordination.raise_together(error)
     if any(shares):
-        exchange(shares, boxes_of(state), exchange_group)
+        all_gather_shares(shares, boxes_of(state), parallelization_group)
     seconds = time.perf_counter() - started
     return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
 
@@ -172,7 +178,7 @@ def _read_local(
 
 def load_common(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
     """What was saved as `common`; {} if the checkpoint has no `common.pt`."""
-    path = Path(directory) / COMMON
+    path = path_of(directory) / COMMON
     if not path.exists():
         return {}
     if verify:

@@ -21,39 +21,31 @@ from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_r
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
-from megatron.core.dist_checkpointing.format.metadata_file import open_metadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_descriptor, open_regular
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, tensor_envelope
+from megatron.core.dist_checkpointing.format.metadata_reader import decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
 from megatron.core.dist_checkpointing.threads import same_cuda_device
+from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
-_READ_THROUGH = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through
 _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
     """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
-    path = Path(directory) / METADATA
+    path = path_of(directory) / METADATA
     try:
-        return open_metadata(_OpenFile(path).read, path.stat().st_size, str(path))
+        file = open_file(path)
+        if file.descriptor is None:  # an object: one request instead of two for every tensor
+            return decode_metadata(file.read(0, file.size), str(path))
+        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
+        return open_metadata(file.read, file.size, str(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-class _OpenFile:
-    """Open for as long as someone may read from it."""
-
-    def __init__(self, path: Path) -> None:
-        with open_regular(path) as file:
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, position: int, length: int) -> bytes:
-        return os.pread(self._descriptor, length, position)
 
 
 class Request(NamedTuple):
@@ -85,7 +77,7 @@ class Reader:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, verify: bool = False) -> None:
-        self.directory = Path(directory)
+        self.directory = path_of(directory)
         self._verifier = BlockVerifier(self.directory) if verify else None
         if self._verifier is not None:
             self._verifier.check_file(METADATA)
@@ -169,18 +161,13 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
 
 def _split(piece: _Piece) -> Iterable[_Piece]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
+    # Up to twice the size: halves would be smaller than what a task should read.
     if piece.nbytes <= 2 * _BATCH:
         yield piece
         return
     for offset, shape in cut_rows(tuple(piece.target.shape), piece.dtype.itemsize, _BATCH):
         target = narrow(piece.target, offset, shape)
         yield piece._replace(in_chunk=shifted(piece.in_chunk, offset), target=target)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of one dimension."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 class _ShardReader:
@@ -191,7 +178,7 @@ class _ShardReader:
 
     def __enter__(self) -> _ShardReader:
         try:
-            self._descriptor = open_descriptor(self._path)
+            self._file = open_file(self._path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self._path}: the shard file is missing") from error
         except OSError as error:
@@ -199,11 +186,11 @@ class _ShardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def verify(self, start: int, stop: int) -> None:
         if self._reader._verifier is not None:
-            self._reader._verifier.check_range(self._path.name, self._descriptor, start, stop)
+            self._reader._verifier.check_range(self._file, start, stop)
 
     def read(self, position: int, length: int) -> memoryview:
         buffer = memoryview(bytearray(length))
@@ -219,9 +206,10 @@ class _ShardReader:
         if data is None:
             self._fill_from_whole(piece)
             return
+        # Directly where possible: a temporary copy of all weights would double the memory of a load.
         direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
         flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
-        buffer = _memory(flat)
+        buffer = bytes_of(flat)
         position = 0
         for runs in byte_runs(piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize):
             length = runs.repeats * runs.length
@@ -232,7 +220,7 @@ class _ShardReader:
 
     def _read_runs(self, buffer: memoryview, runs: Runs, data: int) -> None:
         start, length, stride, count = data + runs.start, runs.length, runs.stride, runs.repeats
-        if count > 1 and runs.gap < _READ_THROUGH:
+        if count > 1 and runs.gap < self._file.closest_gap:
             self._read_through(buffer, runs, start)
             return
         for i in range(count):
@@ -262,11 +250,11 @@ class _ShardReader:
     def _map(self, position: int, length: int) -> mmap.mmap | None:
         """The file from the page of `position` on, all of it read by the kernel; None where it cannot promise that."""
         lead = position % mmap.ALLOCATIONGRANULARITY
+        if self._file.descriptor is None or position + length > self._file.size:
+            return None
         try:
-            mapped = mmap.mmap(self._descriptor, lead + length, offset=position - lead, prot=mmap.PROT_READ)
-        except ValueError as error:  # it ends before
-            raise self._truncated(position, length) from error
-        except OSError:  # no file that can be mapped
+            mapped = mmap.mmap(self._file.descriptor, lead + length, offset=position - lead, prot=mmap.PROT_READ)
+        except (OSError, ValueError):  # no file that can be mapped, or it has become shorter
             return None
         try:
             mapped.madvise(_MADV_POPULATE_READ)  # without it a disk error would be a SIGBUS instead of an OSError
@@ -275,12 +263,12 @@ class _ShardReader:
             if error.errno == errno.EINVAL:  # older than Linux 5.14
                 return None
             raise CheckpointError(f"{self._path}: cannot be read at {position}: {error.strerror}") from error
-        with self._reader._lock:
-            self._reader.bytes_read += length
+        self._count(length)
         return mapped
 
     def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """Where in the file the raw bytes of the chunk begin; None if its item holds them in another order."""
+        # Without a lock: two threads may look it up at once, and find the same.
         known = self._reader._data_offsets
         location = chunk.location
         if location not in known:
@@ -319,20 +307,9 @@ class _ShardReader:
         return f"{self._path} (item at byte {chunk.location.position}, chunk at {chunk.offset})"
 
     def _read_into(self, buffer: memoryview, position: int) -> None:
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(self._descriptor, [buffer[done:]], position + done)
-            except OSError as error:
-                raise CheckpointError(f"{self._path}: cannot be read at {position + done}: {error.strerror}") from error
-            if count == 0:
-                raise self._truncated(position, len(buffer))
-            done += count
-        with self._reader._lock:
-            self._reader.bytes_read += len(buffer)
+        self._file.read_into(buffer, position)
+        self._count(len(buffer))
 
-    def _truncated(self, position: int, length: int) -> CheckpointError:
-        size = os.fstat(self._descriptor).st_size
-        return CheckpointError(
-            f"{self._path}: truncated: it has {size} bytes, data should be at {position}..{position + length}"
-        )
+    def _count(self, nbytes: int) -> None:
+        with self._reader._lock:
+            self._reader.bytes_read += nbytes

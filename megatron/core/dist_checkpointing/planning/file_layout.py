@@ -6,6 +6,7 @@ change from save to save.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, ChunkTable, StoredTensor
 from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, Envelope, tensor_envelope
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, RankPlan, SavePlan, number_places
+
+SLOT_SIZE = 8 << 20  # bytes that are staged and written at once
 
 
 class PlacedItem(NamedTuple):
@@ -95,6 +98,7 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     rank, nbytes = plan.rows.rank, plan.nbytes
     file = rank * workers + _spread(rank, nbytes, workers)
     length = nbytes + _envelope_sizes(plan)
+    # Positions are a running sum over all files, from which every file's first one is taken away again.
     order = np.argsort(file, kind="stable")
     ends = np.cumsum(_aligned(length)[order])
     begins = np.concatenate([[0], ends[:-1]])
@@ -118,7 +122,7 @@ def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
         items = in_turn[start:stop]
         smallest = sizes[rank[items]].argmin(axis=1)
         file[items] = smallest
-        sizes[rank[items], smallest] += nbytes[items] + 1024
+        sizes[rank[items], smallest] += nbytes[items] + 1024  # about its envelope: many small items fill a file, too
     return file
 
 
@@ -127,6 +131,7 @@ def _envelope_sizes(plan: SavePlan) -> np.ndarray:
     dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
     kinds = np.array([[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64)
     kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
+    # Millions of items have few combinations of dtype and shape: one envelope is made for each.
     for column in (*kinds.reshape(-1, 2)[plan.rows.tensor].T, *plan.rows.shape.T):
         values, number = np.unique(column, return_inverse=True)
         kind = np.unique(kind * len(values) + number, return_inverse=True)[1]
@@ -152,3 +157,73 @@ def files_of(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
         item = Item(tensor.key, tensor.dtype, offset, offset, shape).rows(first, count)
         files.setdefault(file, []).append(PlacedItem(item, position))
     return [FileLayout(file_name(rank, file), items) for file, items in sorted(files.items())]
+
+
+class SourceRange(NamedTuple):
+    """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
+
+    at: int
+    source: int
+    start: int
+    length: int
+
+
+class FileChunk(NamedTuple):
+    """`length` bytes at `offset` of file number `file`: what one slot holds."""
+
+    file: int
+    offset: int
+    length: int
+    parts: list[SourceRange]
+
+
+class FilePlan:
+    """The files of one rank as pieces that are staged and written one by one.
+
+    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
+    """
+
+    def __init__(self, files: list[FileLayout]) -> None:
+        self.files, self.chunks = files, cut_chunks(files)
+        placed = [item for file in files for item in file.items]
+        self.items = [item.item for item in placed]
+        # Constant bytes before and behind the raw data of each item, made once for all saves.
+        self.envelopes = [
+            (item.envelope.prefix, item.envelope.suffix + bytes(item.end - item.position - item.length))
+            for item in placed
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
+    """The slots' worth of all files, in the order in which they are staged and written."""
+    per_file: list[list[FileChunk]] = []
+    source = 0
+    for number, file in enumerate(files):
+        chunks = [
+            FileChunk(number, offset, min(SLOT_SIZE, file.size - offset), [])
+            for offset in range(0, file.size, SLOT_SIZE)
+        ]
+        for placed in file.items:
+            ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
+            start = placed.position
+            for end in ends:
+                _add_parts(chunks, source, start, end)
+                start, source = end, source + 1
+        per_file.append(chunks)
+    # Files advance side by side: each keeps a writer busy.
+    rounds = max(map(len, per_file), default=0)
+    return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
+
+
+def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
+    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
+    position = start
+    while position < end:
+        chunk = chunks[position // SLOT_SIZE]
+        length = min(end, chunk.offset + chunk.length) - position
+        chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
+        position += length

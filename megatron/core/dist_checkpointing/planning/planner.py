@@ -161,11 +161,13 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     (`fully_parallel`; large boxes are cut by rows), otherwise the lowest of these ranks writes them.
     Raises CheckpointError naming the keys whose shapes or dtypes differ between ranks or whose boxes do not tile them.
     """
+    # Phase 1: one line for every box of every rank, and which lines are the same box.
     held = _Held.of(specs)
     order, starts = _replicas(held)
     _check_coverage(held, order[starts])
+    # Phase 2: for every box the rank that writes it, or the ranks that share its rows.
     line, first, count = _choose(held, order, starts, fully_parallel, len(specs))
-    # From here on a line per run of rows that is written.
+    # Phase 3: a line for every run of rows that is written.
     offset, shape = held.offset[line], held.shape[line]
     part = np.flatnonzero(count != held.rows[line])
     axis = held.axis[line[part]]
@@ -292,6 +294,7 @@ def _choose(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which lines are written, and which of their rows, in the order of the lines: (line, first, count)."""
     counts = np.diff(starts, append=len(order))
+    # What one rank alone holds (its optimizer shard) leaves no choice; it counts as load before replicas are shared.
     alone = order[starts[(counts == 1) | (not fully_parallel)]]
     loads = _sums(held.rank[alone], held.nbytes[alone], world).tolist()
     shared: dict[bytes, list[np.ndarray]] = defaultdict(list)  # lines of each box, by the ranks that hold it
@@ -328,7 +331,8 @@ def _level(loads: list[int], total: int) -> list[int]:
     """How many of `total` bytes each rank takes so that the loads become as level as possible."""
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     filled, count = total, 0
-    for index in order:  # water level over the `count` lowest
+    # Pour `total` over the loads like water: the lowest ranks fill up to one level, the others get nothing.
+    for index in order:
         if count and filled <= loads[index] * count:
             break
         filled += loads[index]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.core.dist_checkpointing import files
-from megatron.core.dist_checkpointing.format.checksums import checksum_records, checksums_of, seal_checksums
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, checksum_records, checksums_of, seal_checksums
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.generation import Generation
+from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.saving.shard_file import Progress, Shard, ShardFile
 from megatron.core.durable_files import check_free_space, discard, fsync_directory, put_in_place, write_flushed
 
 _SLICES = 4  # of the timeout: silence is noticed after 4 to 5 quarters of it
@@ -83,6 +85,7 @@ class SaveBarrier:
         line = json.dumps([self._rank, objects]).encode() + b"\n"
         self._store.append(self._key("objects"), line)  # type: ignore[attr-defined]
         self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
+        # Counted after the appends: whoever is last knows that all of them are there.
         if self._store.add(self._key("reports"), 1) == self._size:
             self._store.set(self._key("ready"), "")
 
@@ -93,6 +96,7 @@ class SaveBarrier:
 
     def show_progress(self, nbytes: int = 0) -> None:
         """Called whenever something was written; raises CheckpointError if the save has failed elsewhere meanwhile."""
+        # Rarely: every rank calls this for every piece, and the store serves all of them alone.
         now = time.monotonic()
         if now < self._next_news or self._size == 1:
             return
@@ -164,7 +168,6 @@ class SaveBarrier:
         )
 
 
-Progress = Callable[[int], None]
 Rewrite = Callable[[Path, Progress], None]
 """Puts other files in the place of a checkpoint's, durably, in the directory where it grows.
 
@@ -195,26 +198,41 @@ class SaveReport:
         return self.total_bytes / self.total / 1e9 if self.total else 0.0
 
 
-class PendingCheckpoint(NamedTuple):
-    """A checkpoint that grows in `pending` and will be `directory`."""
+class PendingCheckpoint:
+    """A checkpoint that grows under another name and will be `directory`.
 
-    directory: Path
-    pending: Path
-    generation: Generation | None
+    Sequence of calls: `begin` on rank 0; then all ranks write through it as a `ShardTarget`; then, on rank 0, `commit`,
+    or `abandon` as often as need be.
+    """
 
-    @classmethod
-    def of(cls, directory: Path, save_id: str, generation: Generation | None = None) -> PendingCheckpoint:
+    def __init__(self, directory: Path, save_id: str, generation: Generation | None = None) -> None:
+        self.directory, self.save_id, self.generation = directory, save_id, generation
+
+    @cached_property
+    def pending(self) -> Path:
         """Beside `directory`, or inside the `generation` that owns the directory of checkpoints."""
-        if generation is None:
-            return cls(directory, files.pending_directory(directory, save_id), None)
-        return cls(directory, generation.directory / f"saving-{directory.name}-{save_id}", generation)
+        if self.generation is None:
+            return files.pending_directory(self.directory, self.save_id)
+        return self.generation.directory / f"saving-{self.directory.name}-{self.save_id}"
 
     def begin(self, nbytes: int) -> None:
-        """On rank 0, before any rank writes: make the directory. Raises OSError if `nbytes` do not fit."""
+        """Before any rank writes: make the directory. Raises OSError if `nbytes` do not fit."""
         if self.generation is None:
             self.pending.parent.mkdir(parents=True, exist_ok=True)
         self.pending.mkdir()
         check_free_space(self.pending, nbytes)
+
+    def name_of(self, name: str) -> str:
+        return name
+
+    def open_shard(self, name: str, size: int) -> Shard:
+        return ShardFile(self.pending / name, size)
+
+    def write_file(self, name: str, *parts: bytes) -> None:
+        write_flushed(self.pending / name, *parts)
+
+    def flush(self) -> None:
+        fsync_directory(self.pending)
 
     def commit(
         self,
@@ -225,24 +243,35 @@ class PendingCheckpoint(NamedTuple):
         rewrite: Rewrite | None = None,
         progress: Progress = lambda nbytes: None,
     ) -> None:
-        """On rank 0: complete the checkpoint and give it its name.
+        """Complete the checkpoint and give it its name.
 
         `metadata` is the content of `.metadata`, in parts; `checksums` are the records of all ranks; `beside` are
         further small files, which a `rewrite` does not touch.
         """
-        metadata_json = json.dumps(files.BACKEND).encode()
-        contents = {files.COMMON: [common], files.METADATA: metadata, files.METADATA_JSON: [metadata_json]}
+        contents = {files.COMMON: [common], files.METADATA: metadata, files.METADATA_JSON: [self._metadata_json()]}
         ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
-        write_flushed(self.pending / files.CHECKSUMS, *seal_checksums(*checksums, ours))
+        self.write_file(CHECKSUMS, *seal_checksums(*checksums, ours))
         for name, parts in contents.items():
-            write_flushed(self.pending / name, *parts)
+            self.write_file(name, *parts)
         if rewrite is not None:
             rewrite(self.pending, progress)
         for name, content in beside.items():
-            write_flushed(self.pending / name, content)
-        fsync_directory(self.pending)
+            self.write_file(name, content)
+        self.flush()
         put_in_place(self.pending, self.directory)
 
+    def _metadata_json(self) -> bytes:
+        return json.dumps(files.BACKEND).encode()
+
+    def explain(self, failure: BaseException) -> BaseException:
+        """The reason behind `failure`: SupersededError if another start has taken over the directory."""
+        try:
+            if self.generation is not None:
+                self.generation.check(failure)
+        except SupersededError as superseded:
+            return superseded
+        return failure
+
     def abandon(self) -> None:
-        """On rank 0: remove everything, as far as possible."""
+        """Remove everything, as far as possible."""
         discard(self.pending)

@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location
-from megatron.core.dist_checkpointing.format.metadata_file import dcp_classes, encode_metadata
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, renamed
+from megatron.core.dist_checkpointing.format.metadata_writer import dcp_classes, encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout, files_of, place_items
+from megatron.core.dist_checkpointing.planning.file_layout import FilePlan, files_of, place_items
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec, PackedSpec, RankPlan, describe, make_plan, pack
-from megatron.core.dist_checkpointing.saving.staging import BytesSource, FileChunk, constant_sources, cut_chunks
 
 
 @dataclass
 class MetadataCache:
-    """`.metadata` of a plan on rank 0: pickled again only when the place of an object changes."""
+    """`.metadata` of a plan on rank 0: pickled again only when the place of an object or the name of a file changes."""
 
     tensors: CheckpointMetadata
-    _objects: list[bytes] | None = None
-    _encoded: Sequence[bytes] = ()
+    _encoded: tuple[object, Sequence[bytes]] | None = None
 
     def __post_init__(self) -> None:
         dcp_classes()  # what takes long to import is there when the first save begins
 
-    def encode(self, objects: list[bytes]) -> Sequence[bytes]:
-        """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`)."""
-        if objects != self._objects:
+    def encode(self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name) -> Sequence[bytes]:
+        """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`).
+
+        `name_of` renames the files of tensors; those of the objects in the lines have been renamed.
+        """
+        made_for = (objects, name_of("a.b"))
+        if self._encoded is None or self._encoded[0] != made_for:
             places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
-            self._encoded = encode_metadata(replace(self.tensors, objects=places))
-            self._objects = objects  # only now: what cannot be pickled must not count as pickled the next time
-        return self._encoded
+            self._encoded = made_for, encode_metadata(replace(renamed(self.tensors, name_of), objects=places))
+        return self._encoded[1]
 
 
 @dataclass
@@ -45,14 +46,8 @@ class PreparedPlan:
     plan: RankPlan
     nonce: str
     total_bytes: int
-    files: list[FileLayout]
-    chunks: list[FileChunk]
-    constants: list[BytesSource] = field(repr=False)
+    files: FilePlan
     metadata: MetadataCache | None  # on rank 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 class Planner:
@@ -97,8 +92,8 @@ class Planner:
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
         mine, nonce, total = self._coordination.map_at_coordinator(packed, plan)
         assert isinstance(spec, LocalSpec)
-        files = files_of(spec, mine, self._coordination.rank)
-        return PreparedPlan(spec, mine, nonce, total, files, cut_chunks(files), constant_sources(files), metadata)
+        files = FilePlan(files_of(spec, mine, self._coordination.rank))
+        return PreparedPlan(spec, mine, nonce, total, files, metadata)
 
 
 def _describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:

@@ -18,19 +18,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.format.checksums import checksum_records
+from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving.commit import (
     Outcome,
     PendingCheckpoint,
@@ -39,41 +39,44 @@ from megatron.core.dist_checkpointing.saving.commit import (
     SaveReport,
     open_store,
 )
+from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
+from megatron.core.dist_checkpointing.saving.objects import common_archive, object_file
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
-from megatron.core.dist_checkpointing.saving.shard_file import ObjectFile, common_archive, object_file
 from megatron.core.dist_checkpointing.saving.staging import (
-    SLOT_SIZE,
     DeviceSource,
     StageAndWrite,
     StagingBuffer,
     bind_sources,
 )
 from megatron.core.dist_checkpointing.threads import Workers
+from megatron.core.object_storage import path_of
 
 
-class _AroundCommit(NamedTuple):
-    """What the caller wants rank 0 to do; see `AsyncSaver.save`."""
+class _Hooks(NamedTuple):
+    """What the caller wants rank 0 to do around the commit; see `AsyncSaver.save`."""
 
-    before_writing: Callable[[], None] | None
+    before_writing: Callable[[], None]
     rewrite: Rewrite | None
     beside: Mapping[str, bytes]
-    on_commit: Callable[[], None] | None
+    on_commit: Callable[[], None]
 
 
 class _Snapshot(NamedTuple):
-    """What a save needs of the live state: copies of small things, and a transfer that is to copy the tensors."""
+    """Small things as bytes, and the transfer that copies and writes the tensors."""
 
-    plan: PreparedPlan
-    common: bytes
-    objects: ObjectFile
+    common: bytes  # content of common.pt, on rank 0
+    objects: dict[str, Location]
     transfer: StageAndWrite
 
 
 class SaveHandle:
-    """One save under way."""
+    """One save under way; callers use `done` and `wait`, the rest is the saver's."""
 
-    def __init__(self, report: SaveReport) -> None:
-        self._report = report
+    def __init__(self, plan: PreparedPlan, barrier: SaveBarrier, pending: PendingCheckpoint, started: float) -> None:
+        self.plan, self.barrier, self.pending, self.started = plan, barrier, pending, started
+        self.report = SaveReport(pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes)
+        self.snapshot: _Snapshot | Exception
+        self.device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._finished = threading.Event()
 
     def done(self) -> bool:
@@ -82,26 +85,30 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> SaveReport:
         """The report, when the checkpoint is committed or the save has failed. Raises TimeoutError."""
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self._report.directory}: still being saved after {timeout} s")
-        return self._report
+            raise TimeoutError(f"{self.report.directory}: still being saved after {timeout} s")
+        return self.report
 
+    @property
+    def transfer(self) -> StageAndWrite | None:
+        """None if the snapshot failed."""
+        return None if isinstance(self.snapshot, Exception) else self.snapshot.transfer
 
-@dataclass
-class _Save:
-    """A save under way, as the training thread sees it."""
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
 
-    report: SaveReport
-    handle: SaveHandle
-    started: float
-    transfer: StageAndWrite | None = None  # None: the snapshot failed
-    device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    def finish(self, outcome: Outcome) -> None:
+        self.report.error, self.report.superseded = outcome
+        self.report.total = self.elapsed()
+        self.report.commit = self.report.total - self.report.writing
+        self._finished.set()
 
     def has_ended(self) -> bool:
-        return self.handle.done() and (self.device_wait is None or self.device_wait[1].query())
+        """Also on the device, whose clock is not read before."""
+        return self.done() and (self.device_wait is None or self.device_wait[1].query())
 
     def end(self) -> SaveReport:
-        """The report, after the end, with the time that the device waited for the copies."""
-        report = self.handle.wait()
+        """On the training thread: the report, with the time that the device waited for the copies."""
+        report = self.wait()
         if self.device_wait is not None:
             begin, end = self.device_wait
             end.synchronize()
@@ -141,7 +148,7 @@ class AsyncSaver:
         self._stream: torch.cuda.Stream | None = None
         self._store = open_store(timedelta(seconds=timeout))
         self._count = 0
-        self._current: _Save | None = None
+        self._current: SaveHandle | None = None
         self._reports: list[SaveReport] = []
         self._past: deque[SaveBarrier] = deque()  # a slow rank may still ask how the last save ended
         self._leftover: PendingCheckpoint | None = None  # of a failed save, whose removal may have failed, too
@@ -151,7 +158,7 @@ class AsyncSaver:
     @property
     def busy(self) -> bool:
         """Whether a save is under way on this rank; `save` would wait for it."""
-        return self._current is not None and not self._current.handle.done()
+        return self._current is not None and not self._current.done()
 
     def prepare(self, state: ShardedStateDict) -> None:
         """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
@@ -167,10 +174,10 @@ class AsyncSaver:
         common: dict[str, Any],
         volatile: Collection[str] = (),
         generation: Generation | None = None,
-        before_writing: Callable[[], None] | None = None,
+        before_writing: Callable[[], None] = lambda: None,
         rewrite: Rewrite | None = None,
         beside: Mapping[str, bytes] | None = None,
-        on_commit: Callable[[], None] | None = None,
+        on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
 
@@ -185,28 +192,24 @@ class AsyncSaver:
         started = time.perf_counter()
         self._wait_for_current()
         plan = self._planner.plan_for(state)
-        report = SaveReport(Path(directory), bytes=plan.nbytes, total_bytes=plan.total_bytes)
         self._count += 1
         save_id = f"{plan.nonce}-{self._count}"
         barrier = SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
-        pending = PendingCheckpoint.of(report.directory, save_id, generation)
-        current = _Save(report, SaveHandle(report), started)
-        snapshot: _Snapshot | Exception
+        pending = pending_checkpoint(path_of(directory), save_id, generation)
+        current = self._current = SaveHandle(plan, barrier, pending, started)
         try:
-            snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
-            current.transfer = snapshot.transfer
-        except Exception as error:
-            snapshot = error
-        self._current = current
-        around = _AroundCommit(before_writing, rewrite, beside or {}, on_commit)
-        self._conductor.submit(lambda: self._conduct(current, snapshot, barrier, pending, around))
-        report.blocking = time.perf_counter() - started
-        return current.handle
+            current.snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
+        except Exception as error:  # the other ranks must hear of it, so the save goes on and fails on all together
+            current.snapshot = error
+        hooks = _Hooks(before_writing, rewrite, beside or {}, on_commit)
+        self._conductor.submit(lambda: self._conduct(current, hooks))
+        current.report.blocking = current.elapsed()
+        return current
 
     def wait_staged(self) -> None:
         """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
         current = self._current
-        if current is None or current.transfer is None or current.handle.done():
+        if current is None or current.transfer is None or current.done():
             return
         begin = time.perf_counter()
         current.transfer.staged.wait()
@@ -262,16 +265,16 @@ class AsyncSaver:
         mine = set(plan.plan.objects)
         entries = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
         objects = object_file(entries, self._coordination.rank, self._workers)
-        sources = bind_sources(plan.files, plan.constants, state, volatile)
+        sources = bind_sources(plan.files, state, volatile)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
             self._stream = stream = self._stream or torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-        return _Snapshot(plan, archive, objects, StageAndWrite(plan.files, plan.chunks, sources, objects, stream))
+            stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
+        return _Snapshot(archive, objects.locations, StageAndWrite(plan.files, sources, objects, stream))
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """The staging slots, allocated when the plan needs more than there are."""
-        needed = max(1, min(len(plan.chunks), self._max_slots or len(plan.chunks)))
+        needed = max(1, min(len(plan.files.chunks), self._max_slots or len(plan.files.chunks)))
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:
                 self._buffer.close()
@@ -280,104 +283,86 @@ class AsyncSaver:
                 self._buffer.touch()
         return self._buffer.slots
 
-    def _conduct(
-        self,
-        current: _Save,
-        snapshot: _Snapshot | Exception,
-        barrier: SaveBarrier,
-        pending: PendingCheckpoint,
-        around: _AroundCommit,
-    ) -> None:
-        """The background of one save. All ranks end with the same outcome."""
-        report, failure = current.report, None
-        is_coordinator = self._coordination.is_coordinator
+    def _conduct(self, save: SaveHandle, hooks: _Hooks) -> None:
+        """One save in the background: write, commit, agree on the outcome. On every rank."""
+        failure: BaseException | None = None
         try:
-            if isinstance(snapshot, Exception):
-                raise snapshot
-            self._write(current, snapshot, barrier, pending, around.before_writing)
-            if is_coordinator:
-                self._commit(snapshot, barrier, pending, around)
+            if isinstance(save.snapshot, Exception):
+                raise save.snapshot
+            self._write(save, save.snapshot, hooks)
+            if self._coordination.is_coordinator:
+                self._commit(save, save.snapshot, hooks)
         except BaseException as error:
             failure = error
-            if not isinstance(snapshot, Exception):
-                snapshot.transfer.abort()
+            if save.transfer is not None:
+                save.transfer.abort()
         try:
-            if is_coordinator:
-                outcome = self._end(failure, barrier, pending)
-            else:
-                if failure is not None:
-                    barrier.fail(_describe(failure))
-                outcome = barrier.await_end()
-        except BaseException as error:  # contact is lost, so this rank alone knows why
+            outcome = self._agree(save, failure)
+        except BaseException as error:  # contact with the others is lost, so this rank tells what it knows
             outcome = Outcome(_describe(failure or error))
-        report.error, report.superseded = outcome
-        report.total = time.perf_counter() - current.started
-        report.commit = report.total - report.writing
-        current.handle._finished.set()
+        save.finish(outcome)
 
-    def _write(
-        self,
-        current: _Save,
-        snapshot: _Snapshot,
-        barrier: SaveBarrier,
-        pending: PendingCheckpoint,
-        before_writing: Callable[[], None] | None,
-    ) -> None:
-        """Copy, have the directory made, write, and tell rank 0 that all of it is durable."""
-        transfer, plan = snapshot.transfer, snapshot.plan
-        transfer.stage(self._pool, self._slots(plan, transfer.on_device))
+    def _write(self, save: SaveHandle, snapshot: _Snapshot, hooks: _Hooks) -> None:
+        """Stage, wait until rank 0 has made the directory, write, and report that all of it is durable."""
+        transfer = snapshot.transfer
+        transfer.stage(self._pool, self._slots(save.plan, transfer.on_device))
         if self._coordination.is_coordinator:
-            while len(self._past) > 1:
-                self._past.popleft().forget()
-            self._past.append(barrier)
+            self._forget_past(save.barrier)
             self._remove_leftover()
-            if before_writing is not None:
-                before_writing()
-            pending.begin(plan.total_bytes)
-            barrier.begin()
+            hooks.before_writing()
+            save.pending.begin(save.plan.total_bytes)
+            save.barrier.begin()
         else:
-            barrier.await_begin()
+            save.barrier.await_begin()
 
+        barrier = save.barrier
+
+        # It must not know `save`, which knows the transfer that keeps it: the buffers would outlive the saver until the
+        # next garbage collection, and in a forked child, which has other memory in their place, unmap that.
         def wrote(nbytes: int) -> None:
             barrier.show_progress()
             self._progress(nbytes)
 
-        checksums = transfer.write(pending.pending, wrote)
-        current.report.staging = transfer.staged_at - current.started
-        current.report.writing = time.perf_counter() - current.started
-        barrier.report(snapshot.objects.locations, checksum_records(checksums))
+        checksums = transfer.write(save.pending, wrote)
+        save.report.staging = transfer.staged_at - save.started
+        save.report.writing = save.elapsed()
+        name_of = save.pending.name_of
+        objects = {key: place._replace(file=name_of(place.file)) for key, place in snapshot.objects.items()}
+        save.barrier.report(objects, checksum_records(checksums))
 
-    def _commit(
-        self, snapshot: _Snapshot, barrier: SaveBarrier, pending: PendingCheckpoint, around: _AroundCommit
-    ) -> None:
-        objects, checksums = barrier.collect()
-        assert snapshot.plan.metadata is not None
-        metadata = snapshot.plan.metadata.encode(objects)
-        pending.commit(checksums, metadata, snapshot.common, around.beside, around.rewrite, barrier.show_progress)
+    def _commit(self, save: SaveHandle, snapshot: _Snapshot, hooks: _Hooks) -> None:
+        """On rank 0, when all ranks have reported."""
+        objects, checksums = save.barrier.collect()
+        assert save.plan.metadata is not None
+        metadata, alive = save.plan.metadata.encode(objects, save.pending.name_of), save.barrier.show_progress
+        save.pending.commit(checksums, metadata, snapshot.common, hooks.beside, hooks.rewrite, alive)
         try:
-            if around.on_commit is not None:
-                around.on_commit()
+            hooks.on_commit()
         except SupersededError:
             raise
         except Exception as error:
             raise _AfterCommitError(f"committed, but what follows the commit failed: {_describe(error)}") from error
 
-    def _end(self, failure: BaseException | None, barrier: SaveBarrier, pending: PendingCheckpoint) -> Outcome:
-        """On rank 0: tell the others, and remove what has failed."""
-        if failure is None:
-            barrier.end(outcome := Outcome())
-            return outcome
-        try:
-            if pending.generation is not None:
-                pending.generation.check(failure)
-        except SupersededError as superseded:
-            failure = superseded
-        outcome = Outcome(_describe(failure), isinstance(failure, SupersededError))
-        barrier.end(outcome)
-        if not isinstance(failure, _AfterCommitError):
-            self._leftover = pending
-            pending.abandon()
+    def _agree(self, save: SaveHandle, failure: BaseException | None) -> Outcome:
+        """Rank 0 decides how the save ended and removes what has failed; the others tell it why they cannot go on."""
+        if not self._coordination.is_coordinator:
+            if failure is not None:
+                save.barrier.fail(_describe(failure))
+            return save.barrier.await_end()
+        if failure is not None:
+            failure = save.pending.explain(failure)
+        outcome = Outcome() if failure is None else Outcome(_describe(failure), isinstance(failure, SupersededError))
+        save.barrier.end(outcome)
+        if failure is not None and not isinstance(failure, _AfterCommitError):
+            self._leftover = save.pending
+            save.pending.abandon()
         return outcome
+
+    def _forget_past(self, barrier: SaveBarrier) -> None:
+        """Delete the store's keys of saves before the last one, whose end a slow rank may still ask for."""
+        while len(self._past) > 1:
+            self._past.popleft().forget()
+        self._past.append(barrier)
 
     def _remove_leftover(self) -> None:
         """Of the last failed save: a rank may have come too late for its removal, or the disk was read-only then."""
@@ -413,7 +398,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     fully_parallel: bool = True,
     workers: int = 2,
-    on_commit: Callable[[], None] | None = None,
+    on_commit: Callable[[], None] = lambda: None,
     rewrite: Rewrite | None = None,
     timeout: float = 600.0,
     progress: Callable[[int], None] = lambda nbytes: None,

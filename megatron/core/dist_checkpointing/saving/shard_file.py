@@ -1,31 +1,105 @@
-"""The files of one rank: shards as large writes past the page cache with block checksums on the way, objects as bytes.
+"""The files of one rank, written in pieces from the host buffers, with a hash of every block on the way.
 
-Direct writes cost a tenth of the CPU time of buffered ones and leave the page cache to the data loader. Objects become
-bytes at the moment of the save call: whatever changes afterwards does not reach the checkpoint.
+In a file system: large writes past the page cache, which cost a tenth of the CPU time of buffered ones and leave the
+page cache to the data loader. In object storage: one multipart upload for each file.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Protocol
 
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
-from megatron.core.dist_checkpointing.format.metadata import Location
-from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pad_archive
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.durable_files import naming
+from megatron.core.object_storage import ObjectPath
 
 _PAGE = 4096
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+
+Progress = Callable[[int], None]  # called now and then with the number of bytes just written
+
+
+class Shard(Protocol):
+    """A file of known size, written in aligned pieces by any thread."""
+
+    def write(self, offset: int, slot: memoryview, length: int) -> None:
+        """Write the first `length` bytes of `slot`, which may be used again afterwards."""
+        ...
+
+    def close(self, durable: bool) -> FileChecksums:
+        """Make it durable, or give it up."""
+        ...
+
+
+class ShardTarget(Protocol):
+    """Where the files of a checkpoint grow, as all ranks see it; see `commit.py` for what rank 0 does with it."""
+
+    def name_of(self, name: str) -> str:
+        """The name there of the data file that the plan calls `name`."""
+        ...
+
+    def open_shard(self, name: str, size: int) -> Shard: ...
+
+    def write_file(self, name: str, *parts: bytes) -> None:
+        """A small file as a whole."""
+        ...
+
+    def flush(self) -> None:
+        """After the last file: make the names durable."""
+        ...
+
+
+class _Digests:
+    """The hashes of a file whose blocks come in any order."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._digests = size, bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
+
+    def add(self, offset: int, content: memoryview) -> None:
+        first = offset // BLOCK_SIZE * DIGEST_SIZE
+        digests = hash_blocks(content)
+        self._digests[first : first + len(digests)] = digests
+
+    def of_file(self) -> FileChecksums:
+        return FileChecksums(self._size, bytes(self._digests))
+
+
+class ShardUpload:
+    """A new object. Its pieces may come in another order than that of the upload; those that come early are copied."""
+
+    def __init__(self, path: ObjectPath, size: int) -> None:
+        self._path, self._size = path, size
+        self._digests = _Digests(size)
+        self._upload = path.store.upload(path.key, size)
+        self._position = 0
+        self._early: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def write(self, offset: int, slot: memoryview, length: int) -> None:
+        self._digests.add(offset, slot[:length])
+        with self._lock:  # one thread of the few that there are sends; what waits here is bounded by their number
+            if offset != self._position:
+                self._early[offset] = bytes(slot[:length])
+                return
+            self._send(slot[:length])
+            while (piece := self._early.pop(self._position, None)) is not None:
+                self._send(piece)
+
+    def _send(self, piece: bytes | memoryview) -> None:
+        self._upload.write(piece)
+        self._position += len(piece)
+
+    def close(self, durable: bool) -> FileChecksums:
+        """An upload that is not closed never becomes an object."""
+        if durable:
+            assert self._position == self._size, (self._path, self._position, self._size)
+            self._upload.close()
+        return self._digests.of_file()
 
 
 class ShardFile:
@@ -33,7 +107,7 @@ class ShardFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
-        self._digests = bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
+        self._digests = _Digests(size)
         self._lock = threading.Lock()
         self._direct = bool(_DIRECT)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -50,9 +124,7 @@ class ShardFile:
         padded = min(len(slot), -(-length // _PAGE) * _PAGE)
         slot[length:padded] = bytes(padded - length)
         view = slot[:length]
-        first = offset // BLOCK_SIZE * DIGEST_SIZE
-        digests = hash_blocks(view)
-        self._digests[first : first + len(digests)] = digests
+        self._digests.add(offset, view)
         self._pwrite(slot[:padded] if self._direct else view, offset)
 
     def close(self, durable: bool) -> FileChecksums:
@@ -63,7 +135,7 @@ class ShardFile:
                     os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
-        return FileChecksums(self._size, bytes(self._digests))
+        return self._digests.of_file()
 
     def _pwrite(self, view: memoryview, offset: int) -> None:
         position = 0
@@ -87,42 +159,3 @@ class ShardFile:
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
                 self._direct = False
-
-
-_GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
-
-
-class ObjectFile(NamedTuple):
-    """The file of one rank's objects; empty if it has none."""
-
-    name: str
-    content: bytes
-    locations: dict[str, Location]
-
-
-def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
-    """`__{rank}_{workers}.distcp`; one object under several keys is stored once.
-
-    Raises CheckpointError for a value that could not be read back.
-    """
-    name = f"__{rank}_{workers}.distcp"
-    content, locations = bytearray(), {}
-    stored: dict[int, Location] = {}
-    for entry in objects:
-        if id(entry.value) in stored:
-            locations[entry.key] = stored[id(entry.value)]
-            continue
-        archive = object_archive(entry.value)
-        safe_load(archive, where=entry.key, placeholders=False)
-        padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
-        locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))
-        content += padded
-    return ObjectFile(name, bytes(content), locations)
-
-
-def common_archive(common: dict[str, Any]) -> bytes:
-    """The content of `common.pt`. Raises CheckpointError for a value that could not be read back."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    safe_load(buffer.getvalue(), where="common", placeholders=False)
-    return buffer.getvalue()

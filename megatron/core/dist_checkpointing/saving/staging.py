@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,33 +28,13 @@ from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planning.file_layout import FileLayout
+from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.planning.planner import Item
-from megatron.core.dist_checkpointing.saving.commit import Progress
-from megatron.core.dist_checkpointing.saving.shard_file import ObjectFile, ShardFile
+from megatron.core.dist_checkpointing.saving.objects import ObjectFile
+from megatron.core.dist_checkpointing.saving.shard_file import Progress, Shard, ShardTarget
 from megatron.core.dist_checkpointing.threads import Workers
-from megatron.core.durable_files import fsync_directory, write_flushed
 
-SLOT_SIZE = 8 << 20
 _HOST_REGISTER_PORTABLE = 1
-
-
-class SourceRange(NamedTuple):
-    """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
-
-    at: int
-    source: int
-    start: int
-    length: int
-
-
-class FileChunk(NamedTuple):
-    """`length` bytes at `offset` of file number `file`: what one slot holds."""
-
-    file: int
-    offset: int
-    length: int
-    parts: list[SourceRange]
 
 
 class HostSource:
@@ -63,6 +42,7 @@ class HostSource:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # kept alive until the copy is done
+        # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
         self._address = tensor.data_ptr()
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
@@ -78,16 +58,6 @@ class DeviceSource:
     def copy(self, slot: Slot, part: SourceRange) -> None:
         target = slot.tensor[part.at : part.at + part.length]
         target.copy_(self._bytes[part.start : part.start + part.length], non_blocking=True)
-
-
-class BytesSource:
-    """Constant bytes around the tensors."""
-
-    def __init__(self, content: bytes) -> None:
-        self._view = memoryview(content)
-
-    def copy(self, slot: Slot, part: SourceRange) -> None:
-        slot.view[part.at : part.at + part.length] = self._view[part.start : part.start + part.length]
 
 
 class LazySource:
@@ -106,7 +76,7 @@ class LazySource:
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
 
-ByteSource = HostSource | DeviceSource | BytesSource | LazySource
+ByteSource = bytes | HostSource | DeviceSource | LazySource
 
 
 class Slot(NamedTuple):
@@ -151,66 +121,19 @@ class StagingBuffer:
         self.slots = []
 
 
-def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
-    """The slots' worth of all files, in the order in which they are staged and written.
-
-    ByteSource numbers: the item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
-    """
-    per_file: list[list[FileChunk]] = []
-    source = 0
-    for number, file in enumerate(files):
-        chunks = [
-            FileChunk(number, offset, min(SLOT_SIZE, file.size - offset), [])
-            for offset in range(0, file.size, SLOT_SIZE)
-        ]
-        for placed in file.items:
-            ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
-            start = placed.position
-            for end in ends:
-                _add_parts(chunks, source, start, end)
-                start, source = end, source + 1
-        per_file.append(chunks)
-    # Files advance side by side: each keeps a writer busy.
-    rounds = max(map(len, per_file), default=0)
-    return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
-
-
-def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
-    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
-    position = start
-    while position < end:
-        chunk = chunks[position // SLOT_SIZE]
-        length = min(end, chunk.offset + chunk.length) - position
-        chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
-        position += length
-
-
-def constant_sources(files: Sequence[FileLayout]) -> list[BytesSource]:
-    """Prefix and suffix (padded to the next item) of every item in turn."""
-    result = []
-    for file in files:
-        for placed in file.items:
-            prefix, suffix = placed.envelope
-            padding = bytes(placed.end - placed.position - placed.length)
-            result += [BytesSource(prefix), BytesSource(suffix + padding)]
-    return result
-
-
-def bind_sources(
-    files: Sequence[FileLayout], constants: Sequence[BytesSource], state: ShardedStateDict, volatile: frozenset[str]
-) -> list[ByteSource]:
-    """All sources in `cut_chunks`' numbering, over the live tensors of `state`; `volatile` keys are copied now."""
+def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[str]) -> list[ByteSource]:
+    """All sources in the numbering of `FilePlan`, over the live tensors of `state`; `volatile` keys are copied now."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[ByteSource] = []
-    for number, placed in enumerate(placed for file in files for placed in file.items):
-        item, read = placed.item, tensors[placed.item.key].read
+    for (prefix, suffix), item in zip(plan.envelopes, plan.items, strict=True):
+        read = tensors[item.key].read
         if read is not None:
             data: ByteSource = LazySource(read, item)
         else:
             tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
             data = _live_source(tensor, item.key in volatile)
-        sources += [constants[2 * number], data, constants[2 * number + 1]]
+        sources += [prefix, data, suffix]
     return sources
 
 
@@ -230,24 +153,23 @@ class StageAndWrite:
 
     def __init__(
         self,
-        files: Sequence[FileLayout],
-        chunks: Sequence[FileChunk],
+        plan: FilePlan,
         sources: Sequence[ByteSource],
         objects: ObjectFile,
         stream: torch.cuda.Stream | None,
     ) -> None:
         self.staged = threading.Event()
         self.staged_at = 0.0
-        self._files, self._chunks, self._objects, self._stream = files, chunks, objects, stream
+        self._files, self._chunks, self._objects, self._stream = plan.files, plan.chunks, objects, stream
         self._sources: Sequence[ByteSource] = sources
-        self._unstaged = len(chunks)
+        self._unstaged = len(plan.chunks)
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []
         self._failed = False
         self._pool: Workers
         self._slots: list[Slot]
         self._progress: Progress
-        self._open: list[ShardFile] = []
+        self._open: list[Shard] = []
         self._files_are_open = threading.Event()
 
     @property
@@ -263,16 +185,17 @@ class StageAndWrite:
             for index in range(min(len(slots), len(self._chunks))):
                 self._futures.append(pool.submit(partial(self._stage, index)))
 
-    def write(self, directory: Path, progress: Progress) -> dict[str, FileChecksums]:
-        """Returns when all files are durable in `directory`. Raises the first error of any piece."""
+    def write(self, target: ShardTarget, progress: Progress) -> dict[str, FileChecksums]:
+        """Returns when all files are durable in `target`. Raises the first error of any piece."""
         self._progress = progress
         for file in self._files:
-            self._open.append(ShardFile(directory / file.name, file.size))
+            self._open.append(target.open_shard(target.name_of(file.name), file.size))
         self._files_are_open.set()
         result: dict[str, FileChecksums] = {}
         if self._objects.content:
-            write_flushed(directory / self._objects.name, self._objects.content)
-            result[self._objects.name] = checksums_of(self._objects.content)
+            name = target.name_of(self._objects.name)
+            target.write_file(name, self._objects.content)
+            result[name] = checksums_of(self._objects.content)
         self._wait()
         shards, self._open = self._open, []
         closing = [self._pool.submit(partial(shard.close, durable=True)) for shard in shards]
@@ -280,19 +203,17 @@ class StageAndWrite:
         for file, checksums in zip(self._files, sums, strict=True):
             if isinstance(checksums, BaseException):
                 raise checksums
-            result[file.name] = checksums
+            result[target.name_of(file.name)] = checksums
         if result:
-            fsync_directory(directory)
+            target.flush()
         return result
 
     def abort(self) -> None:
         """Let the tasks under way run out, and close all files."""
         self._failed = True
         self._files_are_open.set()
-        position = 0
-        while position < len(self._futures):
-            self._futures[position].exception()
-            position += 1
+        for future in self._futures:  # tasks append others while this runs
+            future.exception()
         shards, self._open = self._open, []
         for shard in shards:
             shard.close(durable=False)
@@ -308,10 +229,8 @@ class StageAndWrite:
 
     def _wait(self) -> None:
         """Until all tasks are done, those included that others submit meanwhile; raises the first error."""
-        position = 0
-        while position < len(self._futures):
-            self._futures[position].result()
-            position += 1
+        for future in self._futures:
+            future.result()
         if self._failed:
             raise CheckpointError("cancelled")
 
@@ -320,9 +239,14 @@ class StageAndWrite:
             return
         chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
         copied = None
+        # On a device the copies only queue up here; the event tells the writer when the slot is filled.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for part in chunk.parts:
-                self._sources[part.source].copy(slot, part)
+                source = self._sources[part.source]
+                if isinstance(source, bytes):
+                    slot.view[part.at : part.at + part.length] = source[part.start : part.start + part.length]
+                else:
+                    source.copy(slot, part)
             if self._stream is not None:
                 copied = self._stream.record_event()
         with self._lock:
@@ -347,6 +271,7 @@ class StageAndWrite:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
         self._progress(chunk.length)
+        # The slot is free again: the next chunk that belongs into it is staged by this thread.
         following = index + len(self._slots)
         if following < len(self._chunks):
             self._stage(following)

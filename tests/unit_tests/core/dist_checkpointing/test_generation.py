@@ -23,6 +23,9 @@ import json, os, signal, sys, threading, torch
 from pathlib import Path
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor
 
+from megatron.core.dist_checkpointing.format.metadata_writer import dcp_classes
+
+dcp_classes()  # takes a second: once, not in every child
 torch.set_num_threads(1)
 STATE = {"w": ShardedTensor.replicated("w", torch.ones(1000))}
 
@@ -34,7 +37,7 @@ def run(root, name, iterations, remove=None):
             def on_commit():
                 generation.move_tracker(iteration)
                 if remove and iteration == iterations[-1]:
-                    generation.put_aside(root / f"iter_{remove:07d}")
+                    generation.put_aside([root / f"iter_{remove:07d}"])
             directory = root / f"iter_{iteration:07d}"
             report = saver.save(STATE, directory, common={}, generation=generation, on_commit=on_commit).wait()
             reports.append((report.error, report.superseded))

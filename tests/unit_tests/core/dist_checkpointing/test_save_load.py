@@ -145,7 +145,7 @@ def exchanged_load(rank, size, directory, tp):
     state.pop("rng")
     state["turned"] = ShardedTensor.replicated("experts.weight", torch.zeros(12, 4, 6).permute(1, 2, 0))
     state.pop("experts.weight")
-    report = load(state, directory, strictness="raise_unexpected", exchange_group=groups[rank % tp])
+    report = load(state, directory, strictness="raise_unexpected", parallelization_group=groups[rank % tp])
     assert_equal_to_global(state)
     return report.bytes_needed
 

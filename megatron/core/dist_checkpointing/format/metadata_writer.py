@@ -1,11 +1,9 @@
-"""`.metadata`: DCP's pickle, written so that the entries of one tensor can be read without the others.
+"""Writes `.metadata`: DCP's pickle, in which the entries of one tensor can be found and read without the others.
 
 At 16,384 ranks a checkpoint has millions of stored boxes, and a rank needs those of a few tensors. So all entries of a
-tensor have one length: the same opcodes, with other numbers in fixed places, are written and read as one array. DCP and
+tensor have one length: the same opcodes with other numbers in fixed places, written and read as one array. DCP and
 Megatron-core unpickle the file like any other. Behind the end of the pickle, where they do not look, follows an index:
-JSON that says where the entries of each tensor are, then the place, length and xxh3_64 of that JSON and a magic number.
-Our reader takes the index and the entries of the tensors it wants. What it has read must be, byte by byte, what would
-be written for it, so the pickle cannot say anything else.
+JSON that says where the entries of each tensor are, then position, length and xxh3_64 of that JSON and a magic number.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -24,36 +22,12 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
-from megatron.core.dist_checkpointing.format.metadata import (
-    CheckpointMetadata,
-    ChunkTable,
-    Location,
-    StoredTensor,
-    check_inside,
-    decode_dcp,
-)
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    MAX_RANK,
-    SHAPE,
-    Check,
-    CheckpointError,
-    anything,
-    file_name,
-    mapping,
-    one_of,
-    parse_json,
-    record,
-    sequence,
-    shown,
-)
-from megatron.core.dist_checkpointing.format.schema import key as key_name
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, ChunkTable
 
-Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
-_FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
-_MAGIC = b"MGTNIDX1"
+FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
+MAGIC = b"MGTNIDX1"
 
 # What entries name again and again stands at the beginning of the pickle and has the numbers 0, 1, ... in its memo.
 _NUM_CLASSES = 5
@@ -61,7 +35,7 @@ _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length
 _SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
 _NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
 
-_INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
+INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
 
 
@@ -131,17 +105,17 @@ def _torch_size(extents: Iterable[Part]) -> list[Part]:
 
 
 @lru_cache
-def _box_entry(offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
+def box_entry(offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
     """A box in DCP's list of a tensor's boxes, its numbers of these widths; the memo keeps its offset."""
-    offsets = _torch_size(_INTEGERS[width] for width in offset)
-    return Entry(*_instance(_CHUNK, offsets=[*offsets, _PUT], sizes=_torch_size(_INTEGERS[width] for width in shape)))
+    offsets = _torch_size(INTEGERS[width] for width in offset)
+    return Entry(*_instance(_CHUNK, offsets=[*offsets, _PUT], sizes=_torch_size(INTEGERS[width] for width in shape)))
 
 
-def _place_entry(key: int, position: int, length: int) -> Entry:
+def place_entry(key: int, position: int, length: int) -> Entry:
     """Where a box is: the key, its offset and the file by memo number, two numbers of these widths."""
     index = _instance(_INDEX, fqn=[_memo(key)], offset=[_GET], index=[b"N"])
     return Entry(
-        *index, *_instance(_INFO, relative_path=[_GET], offset=[_INTEGERS[position]], length=[_INTEGERS[length]])
+        *index, *_instance(_INFO, relative_path=[_GET], offset=[INTEGERS[position]], length=[INTEGERS[length]])
     )
 
 
@@ -173,7 +147,7 @@ def _plain(value: Any) -> bytes:
     return buffer.getvalue()[2:-1]  # without protocol and end
 
 
-class _Boxes(NamedTuple):
+class BoxList(NamedTuple):
     """A list of boxes in the pickle; tensors that are cut alike, as parameter and moments are, share one."""
 
     position: int
@@ -183,7 +157,7 @@ class _Boxes(NamedTuple):
     first: int  # memo number of the first offset
 
 
-class _Places(NamedTuple):
+class PlaceList(NamedTuple):
     """A tensor in the index: which list its boxes are, and where the places of these are."""
 
     key: str
@@ -200,7 +174,7 @@ class _PickleWriter:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = self.memo = 0
-        self.boxes: list[_Boxes] = []
+        self.boxes: list[BoxList] = []
         self._lists: dict[Any, tuple[int, int]] = {}  # number in `boxes` and in the memo
 
     def add(self, *parts: Part) -> int:
@@ -229,11 +203,11 @@ class _PickleWriter:
             return number
         number, memo = self._lists[cut] = len(self.boxes), self.memo
         offset, shape = table.offset.T, table.shape.T
-        boxes = _Boxes(0, len(table), _widths(*offset), _widths(*shape), memo + 1)
+        boxes = BoxList(0, len(table), _widths(*offset), _widths(*shape), memo + 1)
         memos = np.arange(len(table)) + boxes.first
         start = self.add(b"]r", struct.pack("<I", memo), b"(")
         self.boxes.append(boxes._replace(position=start))
-        self.add(_box_entry(boxes.offset, boxes.shape).encode([*offset, memos, *shape]), b"e")
+        self.add(box_entry(boxes.offset, boxes.shape).encode([*offset, memos, *shape]), b"e")
         self.memo += 1 + len(table)
         return number
 
@@ -242,6 +216,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
     writer, tensors = _PickleWriter(), metadata.tensors
     dcp, classes = dcp_classes()
+    # Phase 1: what entries name again and again goes into the memo, so that every entry is short and of fixed length.
     writer.add(b"\x80\4")
     writer.remember([*map(_plain, classes), *map(_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
@@ -251,6 +226,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     for dtype in dtypes:
         dtypes[dtype] = writer.remember([_plain(dcp.TensorProperties(dtype=dtype))])
 
+    # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
     writer.add(_plain(dcp.Metadata), b")\x81}(", _text("state_dict_metadata"), b"}")
     lists = []
     for number, tensor in enumerate(tensors.values(), first_key):
@@ -270,15 +246,16 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         table, widths = tensor.chunks, _widths(tensor.chunks.position, tensor.chunks.length)
         memos = np.arange(len(table)) + writer.boxes[lists[number]].first
         kind = str(tensor.dtype).removeprefix("torch.")
-        index.append(_Places(key, tensor.shape, kind, lists[number], writer.add(b"("), widths))
+        index.append(PlaceList(key, tensor.shape, kind, lists[number], writer.add(b"("), widths))
         columns = [memos, table.file + first_file, table.position, table.length]
-        writer.add(_place_entry(first_key + number, *widths).encode(columns), b"u")
+        writer.add(place_entry(first_key + number, *widths).encode(columns), b"u")
     for key, (file, position, length) in metadata.objects.items():
         writer.add(*_instance(_INDEX, fqn=[_text(key)], index=[b"N"]))
         place = {"offset": [_number(position)], "length": [_number(length)]}
         writer.add(*_instance(_INFO, relative_path=[_text(file)], **place), b"s")
     start = writer.add(_text("storage_meta"), _plain(dcp.StorageMeta()), _text("version"), _text("1.0.0"), b"ub.")
 
+    # Phase 3: the index behind the pickle, for our own reader.
     sizes = metadata.tensor_file_sizes()
     content = _json_object(
         files=_json_list((file, sizes.get(file, 0)) for file in files),
@@ -287,7 +264,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         tensors=_json_list(index),
         objects=_json_object(**{key: _json(place) for key, place in metadata.objects.items()}),
     )
-    writer.add(content, _FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), _MAGIC))
+    writer.add(content, FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), MAGIC))
     return list(in_blocks(writer.parts))
 
 
@@ -303,113 +280,3 @@ def _json_list(values: Iterable[Any]) -> bytes:
 
 def _json_object(**encoded: bytes) -> bytes:
     return b"{" + b",".join(_json(name) + b":" + value for name, value in encoded.items()) + b"}"
-
-
-def _tuple_of(*checks: Check) -> Check:
-    def check(value: Any, where: str) -> Any:
-        sequence(anything, len(checks), len(checks))(value, where)
-        for item, check_item in zip(value, checks, strict=True):
-            check_item(item, where)
-        return value
-
-    return check
-
-
-_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-_WIDTH = one_of(*_INTEGERS)
-_WIDTHS = sequence(_WIDTH, MAX_RANK)
-_INDEX_FIELDS = record(
-    {
-        "files": sequence(_tuple_of(file_name, COUNT)),
-        "memo": _tuple_of(COUNT, COUNT),
-        "boxes": sequence(_tuple_of(COUNT, COUNT, _WIDTHS, _WIDTHS, COUNT)),
-        "tensors": sequence(_tuple_of(key_name, SHAPE, one_of(*_DTYPES), COUNT, COUNT, _tuple_of(_WIDTH, _WIDTH))),
-        "objects": mapping(_tuple_of(file_name, COUNT, COUNT), key_name),
-    }
-)
-
-
-class _Index:
-    """What stands behind the pickle. Entries are read when a tensor is first looked at."""
-
-    def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
-        fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
-        self._read, self._size, self._where = read, size, where
-        self._files = tuple(dict(fields["files"]))
-        self._first_file, self._first_key = fields["memo"]
-        self._boxes = [_Boxes(*boxes) for boxes in fields["boxes"]]
-        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._fields = fields
-
-    def metadata(self) -> CheckpointMetadata:
-        """Not kept here: its tensors refer to this index, which closes the file when the last of them is gone."""
-        sizes = {file: end for file, end in self._fields["files"] if end}
-        result = CheckpointMetadata(tensor_sizes=sizes)
-        for number, entry in enumerate(self._fields["tensors"]):
-            places = _Places(*entry)
-            table = partial(self._table, number, places)
-            result.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
-        result.objects = {key: Location(*place) for key, place in self._fields["objects"].items()}
-        return result
-
-    def _table(self, number: int, places: _Places) -> ChunkTable:
-        what = f"{self._where}: {shown(places.key)}"
-        try:
-            boxes = self._boxes[places.boxes]
-            offset, shape = self._read_boxes(places.boxes)
-            if not offset.shape[1] == shape.shape[1] == len(places.shape):
-                raise ValueError("boxes of another number of dimensions")
-            entry = _place_entry(self._first_key + number, *places.widths)
-            memos, file, position, length = self._entries(entry, places.position, boxes.number, b"u")
-            file -= self._first_file
-            if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
-                raise ValueError("places in another order than its boxes")
-            if boxes.number and not (file.min() >= 0 and file.max() < len(self._files)):
-                raise ValueError("a file that the index does not name")
-            if min(position.min(initial=0), length.min(initial=0)) < 0:
-                raise ValueError("a negative position")
-            table = ChunkTable(offset, shape, self._files, file, position, length)
-        except Exception as error:
-            raise CheckpointError(f"{what}: damaged or not written by this program ({error})") from error
-        check_inside(table, tuple(places.shape), what)
-        return table
-
-    def _read_boxes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        if number not in self._known:
-            boxes = self._boxes[number]
-            dims = len(boxes.offset)
-            columns = self._entries(
-                _box_entry(tuple(boxes.offset), tuple(boxes.shape)), boxes.position, boxes.number, b"e"
-            )
-            if not np.array_equal(columns.pop(dims), np.arange(boxes.number) + boxes.first):
-                raise ValueError("boxes in another order")
-            table = np.stack(columns, axis=1) if columns else np.empty((boxes.number, 0), dtype=np.int64)
-            self._known[number] = table[:, :dims], table[:, dims:]
-        return self._known[number]
-
-    def _entries(self, entry: Entry, position: int, count: int, end: bytes) -> list[np.ndarray]:
-        """All between a MARK and the opcode `end`, which takes what is above the mark."""
-        length = entry.size * count
-        if not 0 < position <= position + length < self._size:
-            raise ValueError("entries outside of the file")
-        data = self._read(position - 1, length + 2)
-        if data[:1] != b"(" or data[-1:] != end:
-            raise ValueError("entries that begin or end elsewhere")
-        return entry.decode(data[1:-1])
-
-
-def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
-    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that names `where`."""
-    footer = read(size - _FOOTER.size, _FOOTER.size) if size >= _FOOTER.size else b""
-    if footer[-len(_MAGIC) :] != _MAGIC:
-        return decode_dcp(read(0, size), where)
-    position, length, digest, _ = _FOOTER.unpack(footer)
-    content = read(position, length) if position + length <= size else b""
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
-    return _Index(read, content, size, where).metadata()
-
-
-def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
-    """As `open_metadata`, for a file in memory."""
-    return open_metadata(lambda position, length: data[position : position + length], len(data), where)

@@ -1,0 +1,318 @@
+"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, through `obstore` (extra `object-storage`).
+
+An object appears whole when its upload ends, so nothing is renamed and nothing flushed. Conditional requests decide
+between writers: `create` succeeds for one of them, `replace` only for who has seen the last version. Credentials and
+endpoints come from the environment, as the clouds' own tools read them (docs/storage.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import os
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import obstore
+
+SCHEMES = ("s3", "gs", "az")
+PART_SIZE = 8 << 20  # bytes of one request of an upload or a download
+_MAX_PARTS = 9000  # of one upload; the clouds take 10,000
+_CONCURRENCY = 8  # parts of one object that are under way at once
+
+
+class ConflictError(OSError):
+    """Another writer was first: the object exists already, or has changed since it was read."""
+
+
+class Version(NamedTuple):
+    """The content of an object, and what `replace` needs to know that it is still the same."""
+
+    content: bytes
+    e_tag: str
+
+
+class Upload(Protocol):
+    """An object that grows; it appears at `close`. One that is dropped instead never does."""
+
+    def write(self, data: bytes | memoryview) -> int: ...
+
+    def close(self) -> None: ...
+
+
+def request_deadline() -> float:
+    """Seconds that one request may take; with all its repetitions an operation may take four times as long."""
+    text = os.environ.get("MEGATRON_STORAGE_DEADLINE", "60")
+    try:
+        if (seconds := float(text)) > 0:
+            return seconds
+    except ValueError:
+        pass
+    raise ValueError(f"MEGATRON_STORAGE_DEADLINE={text!r} must be a positive number of seconds")
+
+
+class ObjectStore:
+    """The objects of one bucket (of Azure: container). Errors are OSErrors that name the object."""
+
+    def __init__(self, root: str) -> None:
+        try:
+            import obstore
+            from obstore import store
+        except ImportError as error:
+            raise ValueError(
+                f"{root} needs the package obstore: pip install 'megatron[object-storage]', or give a directory"
+            ) from error
+        self._root, self._api = root, obstore
+        deadline = timedelta(seconds=request_deadline())
+        # Endpoints of test servers and of stores inside a cluster speak plain HTTP; the clouds' own are https.
+        client: dict[str, Any] = {"timeout": deadline, "connect_timeout": deadline / 4, "allow_http": True}
+        # Repeated with exponential back-off and jitter, until the total limit.
+        retries: dict[str, Any] = {"max_retries": 10, "retry_timeout": 4 * deadline}
+        try:
+            self._store: Any = store.from_url(root, client_options=client, retry_config=retries)  # type: ignore[call-overload]
+        except obstore.exceptions.BaseError as error:
+            raise ValueError(f"{root} cannot be used: {_first_line(error)}") from error
+
+    def put(self, key: str, content: bytes) -> None:
+        """Whatever was there before is replaced."""
+        with self._errors(key):
+            self._api.put(self._store, key, content, use_multipart=False)
+
+    def create(self, key: str, content: bytes) -> str:
+        """Only if it does not exist, else ConflictError; returns its e_tag."""
+        return self._put_if(key, content, "create")
+
+    def replace(self, key: str, content: bytes, e_tag: str) -> str:
+        """Only if it is still the version `e_tag`, else ConflictError; returns the new one."""
+        return self._put_if(key, content, {"e_tag": e_tag})
+
+    def _put_if(self, key: str, content: bytes, mode: Any) -> str:
+        try:
+            with self._errors(key):
+                return str(self._api.put(self._store, key, content, mode=mode, use_multipart=False)["e_tag"])
+        except ConflictError:
+            # The answer to a request that succeeded may be lost; repeated, the request meets its own object. Every
+            # content says who wrote it, so equal content is ours.
+            with contextlib.suppress(FileNotFoundError):
+                found = self.read(key)
+                if found.content == content:
+                    return found.e_tag
+            raise
+
+    def read(self, key: str) -> Version:
+        with self._errors(key):
+            answer = self._api.get(self._store, key)
+            return Version(bytes(answer.bytes()), str(answer.meta["e_tag"]))
+
+    def get_range(self, key: str, start: int, length: int) -> obstore.Bytes:
+        """Fewer bytes where the object ends before."""
+        with self._errors(key):
+            return self._api.get_range(self._store, key, start=start, length=length)
+
+    def size(self, key: str) -> int:
+        with self._errors(key):
+            return int(self._api.head(self._store, key)["size"])
+
+    def version(self, key: str) -> str | None:
+        """What `replace` needs; None if there is no such object."""
+        try:
+            with self._errors(key):
+                return str(self._api.head(self._store, key)["e_tag"])
+        except FileNotFoundError:
+            return None
+
+    def upload(self, key: str, size: int) -> Upload:
+        """An object of `size` bytes that is sent while it is made."""
+        part = max(PART_SIZE, -(-size // _MAX_PARTS))
+        with self._errors(key):
+            writer = self._api.open_writer(self._store, key, buffer_size=part, max_concurrency=_CONCURRENCY)
+            return _Upload(self, key, writer)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """The sizes of all objects below the directory `prefix`, by key."""
+        with self._errors(prefix):
+            listed = self._api.list(self._store, prefix)
+            return {item["path"]: item["size"] for chunk in listed for item in chunk}
+
+    def children(self, prefix: str) -> tuple[list[str], list[str]]:
+        """The directories and the objects right below `prefix`, as keys."""
+        with self._errors(prefix):
+            answer = self._api.list_with_delimiter(self._store, prefix or None)
+            return list(answer["common_prefixes"]), [item["path"] for item in answer["objects"]]
+
+    def delete(self, keys: list[str]) -> None:
+        """Those that there are."""
+        with self._errors(keys[0] if keys else ""), contextlib.suppress(FileNotFoundError):
+            if keys:
+                self._api.delete(self._store, keys)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        kinds = self._api.exceptions
+        where = f"{self._root}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
+        except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
+            raise ConflictError(errno.EEXIST, "another writer was first", where) from error
+        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, f"access denied: {_first_line(error)}", where) from error
+        except kinds.BaseError as error:
+            raise OSError(errno.EIO, _first_line(error), where) from error
+
+
+class _Upload:
+    def __init__(self, store: ObjectStore, key: str, writer: Any) -> None:
+        self._store, self._key, self._writer = store, key, writer
+
+    def write(self, data: bytes | memoryview) -> int:
+        with self._store._errors(self._key):
+            return int(self._writer.write(data))
+
+    def close(self) -> None:
+        with self._store._errors(self._key):
+            self._writer.close()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+@lru_cache
+def _open_store(root: str, pid: int) -> ObjectStore:
+    return ObjectStore(root)
+
+
+def check_conditional_requests(directory: ObjectPath) -> None:
+    """Raises ValueError for a store that ignores conditions: two writers would overwrite each other's checkpoints."""
+    store, key = directory.store, (directory / f".probe-{secrets.token_hex(8)}").key
+    try:
+        e_tag = store.create(key, b"1")
+        refused = 0
+        for attempt in (lambda: store.create(key, b"2"), lambda: store.replace(key, b"3", f'"{"0" * 32}"')):
+            try:
+                attempt()
+            except ConflictError:
+                refused += 1
+        if refused < 2:
+            endpoint = os.environ.get("AWS_ENDPOINT_URL", directory.bucket)
+            raise ValueError(
+                f"{directory}: the store at {endpoint} ignores conditional requests (If-None-Match, If-Match), without "
+                "which two jobs would damage each other's checkpoints (rclone's and s3rver's do). Use another store"
+            )
+        store.replace(key, b"4", e_tag)
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {directory}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            store.delete([key])
+
+
+class _Stat(NamedTuple):
+    st_size: int
+
+
+class ObjectPath(type(Path())):  # type: ignore[misc]
+    """A path in object storage, with as much of `pathlib.Path` as readers of checkpoints use.
+
+    It is a Path so that a checkpoint's directory has one type. Where a path of this machine's file system is needed
+    (`open`, `os.rename`, `shutil`), ValueError says that there is none.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        scheme, *rest = self.parts
+        return f"{scheme}//{'/'.join(rest)}"
+
+    def __fspath__(self) -> str:
+        raise ValueError(
+            f"{self}: this needs a directory of a file system; object storage is for torch_dist checkpoints"
+        )
+
+    @property
+    def bucket(self) -> str:
+        """Scheme and bucket."""
+        return f"{self.parts[0]}//{self.parts[1]}"
+
+    @property
+    def key(self) -> str:
+        return "/".join(self.parts[2:])
+
+    @property
+    def store(self) -> ObjectStore:
+        """Opened late and once for each process: it has threads, which a fork leaves behind."""
+        return _open_store(self.bucket, os.getpid())
+
+    def resolve(self, strict: bool = False) -> ObjectPath:
+        return self
+
+    absolute = resolve
+
+    def stat(self, *, follow_symlinks: bool = True) -> Any:
+        return _Stat(self.store.size(self.key))
+
+    def is_file(self) -> bool:
+        try:
+            return bool(self.key) and self.stat().st_size >= 0
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        return any(map(bool, self.store.children(self.key)))
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Directories are there as soon as something is in them."""
+
+    def iterdir(self) -> Any:
+        directories, objects = self.store.children(self.key)
+        return (self / key.rpartition("/")[2] for key in directories + objects)
+
+    def glob(self, pattern: str) -> Any:  # type: ignore[override]
+        """Patterns without `**`."""
+        first, _, rest = pattern.partition("/")
+        for path in self.iterdir():
+            if fnmatch.fnmatchcase(path.name, first):
+                yield from path.glob(rest) if rest else [path]
+
+    def read_bytes(self) -> bytes:
+        return self.store.read(self.key).content
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:  # type: ignore[override]
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self.store.delete([self.key])
+
+
+def path_of(name: str | os.PathLike[str]) -> Path:
+    """What a flag or an argument names: a directory, or a place in object storage."""
+    if isinstance(name, Path):
+        return name
+    text = os.fspath(name)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    if scheme not in SCHEMES or not rest.strip("/"):
+        raise ValueError(
+            f"{text}: give a directory, or one of {', '.join(f'{known}://bucket/prefix' for known in SCHEMES)}"
+        )
+    return ObjectPath(text)
+
+
+def absolute_name(name: str | os.PathLike[str]) -> str:
+    """The same place for every process, whatever its working directory."""
+    return str(path_of(name).absolute())

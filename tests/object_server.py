@@ -1,0 +1,102 @@
+"""An S3 server on this machine (moto: real HTTP, exact conditional requests), for tests of object storage."""
+
+import contextlib
+import http.client
+import http.server
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from unittest import mock
+
+SERVER = """
+import sys
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def object_server(bucket="bucket"):
+    """The environment in which `s3://bucket` is an empty bucket of a server that ends with the block."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            host, port = server.stdout.readline().decode().split()
+            url = f"http://{host}:{port}"
+            request = urllib.request.Request(f"{url}/{bucket}", method="PUT")
+            urllib.request.urlopen(request).close()
+            keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+            with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": url, **keys}):
+                yield url
+        finally:
+            server.send_signal(signal.SIGKILL)
+
+
+class FaultyProxy:
+    """Forwards requests to `url`; `fault(method, path, headers)` may name what goes wrong with one.
+
+    "refuse": 503 without asking the server; "drop": the server does it, but its answer is lost; "strip": conditions are
+    taken off the request, as by a store that ignores them.
+    """
+
+    def __init__(self, url, fault):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def forward(self):
+                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                headers = dict(self.headers)
+                kind = fault(self.command, self.path, headers)
+                if kind == "refuse":
+                    self.send_response(503)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                if kind == "strip":
+                    headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+                connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+                connection.request(self.command, self.path, content, headers)
+                answer = connection.getresponse()
+                body = answer.read()
+                connection.close()
+                if kind == "drop":
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "content-length", "server", "date"):
+                        self.send_header(name, value)
+                if self.command != "HEAD":
+                    self.send_header("Content-Length", str(len(body)))
+                else:
+                    self.send_header("Content-Length", answer.getheader("Content-Length") or "0")
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._environment = mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": self.url})
+        self._environment.start()
+        return self
+
+    def __exit__(self, *_):
+        self._environment.stop()
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,0 +1,316 @@
+"""Checkpoints in object storage: committed by one request, fenced by generations, whole after any crash and fault."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from megatron.core import object_storage
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    ShardedTensor,
+    is_complete,
+    load,
+    missing_or_truncated,
+    read_tracker,
+    save,
+    take_generation,
+    verify,
+)
+from megatron.core.object_storage import ObjectStore, path_of
+from tests.object_server import FaultyProxy, object_server
+from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
+
+ROWS = 40_000
+
+
+@pytest.fixture(scope="module")
+def server():
+    with object_server() as url:
+        yield url
+
+
+@pytest.fixture
+def root(server, request, monkeypatch):
+    """An empty directory of checkpoints."""
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")  # as by default: no healthy request comes near it
+    object_storage._open_store.cache_clear()
+    yield path_of(f"s3://bucket/{request.node.name}")
+    object_storage._open_store.cache_clear()
+
+
+def save_one(directory, seed, generation=None, **options):
+    training = Training(seed, ROWS)
+    with AsyncSaver() as saver:
+        return saver.save(training.state(), directory, common=training.common, generation=generation, **options).wait()
+
+
+def test_saved_behind_training_and_read_at_another_layout(root, pool):
+    generation = take_generation(root, {"host": "here"})
+    with AsyncSaver() as saver:
+        for seed in range(3):
+            training = Training(seed, ROWS)
+            directory = root / f"iter_{seed:07d}"
+            saver.save(
+                training.state(),
+                directory,
+                common=training.common,
+                volatile={"buffer"},
+                generation=generation,
+                on_commit=lambda seed=seed: generation.move_tracker(seed),
+            )
+            training.change_objects()
+            saver.wait_staged()
+            training.change_tensors()
+            (report,) = saver.finish()
+            assert report.error is None
+            assert_holds(directory, seed, ROWS)
+            assert verify(directory).ok and missing_or_truncated(directory) == [] and is_complete(directory)
+    assert read_tracker(root) == 2
+    pool.run(save_sharded, 2, str(root / "sharded"))
+    assert_sharded(root / "sharded", 2, 7.0)
+
+
+def save_sharded(rank, world_size, directory):
+    save(sharded(rank, world_size, 7.0), directory, common={})
+
+
+def test_the_commit_vouches_for_every_file(root):
+    directory = root / "c"
+    assert save_one(directory, 1).error is None
+    listed = json.loads((directory / "metadata.json").read_text())["files"]
+    names = {path.name for path in directory.iterdir()} - {".claim", "metadata.json"}
+    assert set(listed) == names
+    store = directory.store
+    for name in sorted(names):
+        path = directory / name
+        content = path.read_bytes()
+        store.put(path.key, content[:-1])
+        assert missing_or_truncated(directory) == [f"{name} has {len(content) - 1} bytes instead of {len(content)}"]
+        path.unlink()
+        assert missing_or_truncated(directory) == [f"{name} is missing"]
+        store.put(path.key, content[:-1] + bytes([content[-1] ^ 1]))
+        assert not verify(directory).ok
+        store.put(path.key, content)
+    assert verify(directory).ok
+
+
+def test_a_rival_without_a_generation_is_refused(root):
+    assert save_one(root / "c", 1).error is None
+    assert "holds a checkpoint already" in save_one(root / "c", 2).error
+    assert_holds(root / "c", 1, ROWS)
+    root.store.create((root / "d/.claim").key, b'{"host": "other"}')
+    assert 'is being written by {"host": "other"}' in save_one(root / "d", 2).error
+    with pytest.raises(CheckpointError, match="being written"):
+        save({"w": ShardedTensor.replicated("w", torch.ones(3))}, root / "d", common={})
+
+
+class Gate:
+    """Holds a request of `ObjectStore` back, right before it is sent, if `chosen(method, key)` says so."""
+
+    def __init__(self, monkeypatch, chosen):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        for name in ("create", "replace", "put", "delete"):
+            monkeypatch.setattr(ObjectStore, name, self._guarded(name, getattr(ObjectStore, name), chosen))
+
+    def _guarded(self, name, real, chosen):
+        def request(store, key, *arguments):
+            if not self.reached.is_set() and chosen(name, str(key)):
+                self.reached.set()
+                self.opened.wait()
+            return real(store, key, *arguments)
+
+        return request
+
+
+@pytest.mark.parametrize("ending", [".claim", "delete", ".metadata", "metadata.json"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, ending, again):
+    """It stops before a request, another start takes over and saves the same iteration, and then it goes on."""
+    directory = root / "iter_0000004"
+    old = take_generation(root, {"host": "old"})
+    if again:  # the place was taken before: by another branch, say
+        assert save_one(directory, 0, old).error is None
+    elif ending == "delete":
+        pytest.skip("nothing is deleted")
+    gate = Gate(monkeypatch, lambda name, key: name == ending or key.endswith(f"/{ending}"))
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(save_one(directory, 1, old)))
+    thread.start()
+    gate.reached.wait()
+    new = take_generation(root, {"host": "new"})
+    report = save_one(directory, 2, new)
+    gate.opened.set()
+    thread.join()
+    assert report.error is None
+    assert reports[0].superseded and "another start has taken over this directory (generation 2" in reports[0].error
+    assert_holds(directory, 2, ROWS)
+    assert verify(directory).ok and missing_or_truncated(directory) == []
+
+
+def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
+    old = take_generation(root, {"host": "old"})
+    gate = Gate(monkeypatch, lambda name, key: key.endswith("/.claim"))
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(save_one(root / "iter_0000004", 1, old)))
+    thread.start()
+    gate.reached.wait()
+    take_generation(root, {"host": "new"})
+    gate.opened.set()
+    thread.join()
+    assert reports[0].superseded and not is_complete(root / "iter_0000004")
+
+
+def test_starts_at_the_same_moment_get_different_generations(root):
+    taken = []
+    threads = [threading.Thread(target=lambda: taken.append(take_generation(root, {}))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({generation.number for generation in taken}) == 6
+    newest = max(taken, key=lambda generation: generation.number)
+    assert [generation for generation in taken if generation.is_current()] == [newest]
+
+
+def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
+    generation = take_generation(root, {})
+    assert save_one(root / "iter_0000001", 1, generation).error is None
+    (aside,) = generation.put_aside([root / "iter_0000001"])
+    assert not is_complete(root / "iter_0000001")
+    generation.remove(aside)
+    assert not aside.exists()
+
+
+def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, monkeypatch):
+    """The store refuses every part of the data for longer than requests are repeated."""
+    generation = take_generation(root, {})
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
+    with FaultyProxy(
+        server, lambda method, path, headers: "refuse" if ".distcp" in path and method != "DELETE" else None
+    ):
+        object_storage._open_store.cache_clear()
+        report = save_one(root / "iter_0000001", 1, generation)
+        assert report.error is not None and not report.superseded
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
+    object_storage._open_store.cache_clear()
+    assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(root / "iter_0000001")
+    assert save_one(root / "iter_0000001", 2, generation).error is None
+    assert_holds(root / "iter_0000001", 2, ROWS)
+
+
+@pytest.mark.parametrize("repeatedly", [False, True])
+def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
+    """Lost once, it is read back; with the server gone as well, the save may fail, but what it committed is whole."""
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "2" if repeatedly else "60")
+    lost, broken = [], threading.Event()
+
+    def fault(method, path, headers):
+        if method == "PUT" and path.endswith("/metadata.json") and not lost:
+            lost.append(path)
+            if repeatedly:
+                broken.set()
+            return "drop"
+        return "refuse" if broken.is_set() else None
+
+    generation = take_generation(root, {})
+    with FaultyProxy(server, fault):
+        object_storage._open_store.cache_clear()
+        report = save_one(root / "iter_0000001", 1, generation)
+        broken.clear()
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
+    object_storage._open_store.cache_clear()
+    assert lost
+    if not repeatedly:
+        assert report.error is None
+    if is_complete(root / "iter_0000001"):  # whatever was reported: what is committed is whole
+        assert_holds(root / "iter_0000001", 1, ROWS)
+    assert save_one(root / "iter_0000001", 2, generation).error is None
+    assert_holds(root / "iter_0000001", 2, ROWS)
+
+
+WRITER = """
+import os, sys, torch
+from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor, is_complete, load, take_generation
+from megatron.core.object_storage import path_of
+
+torch.set_num_threads(1)
+root = path_of(sys.argv[1])
+tensors = {"w": torch.zeros(300, 1000), "b": torch.zeros(7)}
+state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
+generation = take_generation(root, {"pid": os.getpid()})
+committed = [int(path.name[5:]) for path in root.glob("iter_*") if is_complete(path)]
+step = max(committed, default=0)
+if step:
+    load(state, root / f"iter_{step:07d}", verify=True)
+    assert (tensors["w"] == step).all() and (tensors["b"] == -step).all(), step
+print("resumed", step, flush=True)
+with AsyncSaver() as saver:
+    while True:
+        step += 1
+        saver.wait_staged()
+        tensors["w"].add_(1)
+        tensors["b"].sub_(1)
+        saver.save(state, root / f"iter_{step:07d}", common={"step": step}, generation=generation,
+                   on_commit=lambda step=step: print("committed", step, flush=True))
+        for report in saver.poll():
+            if report.superseded:
+                sys.exit(3)
+            assert report.error is None, report.error
+"""
+
+
+def run_kills(root, kills):
+    """Every second start meets another one that still runs: the older is superseded, or killed."""
+    rng, last, running = random.Random(1), 0, []
+    try:
+        for number in range(kills):
+            command = [sys.executable, "-c", WRITER, str(root)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            running.append(process)
+            word, resumed = process.stdout.readline().split() or ("", process.stderr.read())
+            assert word == "resumed" and int(resumed) >= last, (resumed, last)
+            for _ in range(rng.randrange(1, 3)):
+                last = int(process.stdout.readline().split()[1])
+            if number % 2:
+                older = running.pop(0)
+                errors = older.communicate(timeout=120)[1]
+                assert older.returncode == 3, errors
+            threading.Event().wait(rng.random() * 0.3)  # any moment of the next save
+            if number % 2:
+                process.send_signal(signal.SIGKILL)
+                running.remove(process)
+                process.communicate()
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    whole = [path for path in root.glob("iter_*") if is_complete(path)]
+    assert whole and all(verify(path).ok for path in whole), "0 torn"
+    assert max(int(path.name[5:]) for path in whole) >= last, "0 lost"
+
+
+def test_killed_and_superseded_at_any_moment(root):
+    run_kills(root, 2)
+
+
+@pytest.mark.slow
+def test_killed_and_superseded_at_any_moment_often(root):
+    run_kills(root, 120)
+
+
+def test_loading_counts_what_it_reads(root):
+    assert save_one(root / "c", 3).error is None
+    part = torch.zeros(10, 20)
+    whole = Training(3, ROWS).weight
+    state = {"w": ShardedTensor("weight", tuple(whole.shape), torch.float32, ())}
+    box = ShardedTensor.replicated("weight", part).boxes[0]
+    state = {"w": ShardedTensor("weight", tuple(whole.shape), torch.float32, (type(box)((100, 0), part),))}
+    report = load(state, root / "c", strictness="log_unexpected")
+    assert torch.equal(part, whole[100:110]) and report.bytes_read < 10_000

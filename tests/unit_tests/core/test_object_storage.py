@@ -1,0 +1,129 @@
+"""Object storage as paths and requests, against a real server over HTTP."""
+
+import pickle
+
+import pytest
+
+from megatron.core import object_storage
+from megatron.core.object_storage import ConflictError, ObjectPath, check_conditional_requests, path_of
+from tests.object_server import FaultyProxy, object_server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with object_server() as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def fresh_stores(monkeypatch):
+    """A store keeps the endpoint that it was opened with."""
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "30")
+    object_storage._open_store.cache_clear()
+    yield
+    object_storage._open_store.cache_clear()
+
+
+def test_a_path_is_a_value():
+    path = path_of("s3://bucket/run")
+    assert isinstance(path, ObjectPath) and str(path) == "s3://bucket/run"
+    below = path / "iter_0000001" / ".metadata"
+    assert str(below) == "s3://bucket/run/iter_0000001/.metadata" and below.key == "run/iter_0000001/.metadata"
+    assert below.parent.parent == path and below.name == ".metadata" and below.bucket == "s3://bucket"
+    assert pickle.loads(pickle.dumps(below)) == below and {path: 1}[path_of("s3://bucket/run/")] == 1
+    assert path_of("a/b").name == "b" and not isinstance(path_of("a/b"), ObjectPath)
+
+
+@pytest.mark.parametrize("name", ["http://bucket/run", "s3://", "s3:///"])
+def test_other_addresses_are_refused(name):
+    with pytest.raises(ValueError, match="s3://bucket/prefix"):
+        path_of(name)
+
+
+def test_what_needs_a_file_system_says_so(server):
+    with pytest.raises(ValueError, match="s3://bucket/x: this needs a directory of a file system"):
+        path_of("s3://bucket/x").open()
+
+
+def test_requests(server):
+    root = path_of("s3://bucket/requests")
+    store = root.store
+    assert not root.exists() and list(root.iterdir()) == []
+    first = store.create("requests/a/x", b"1")
+    with pytest.raises(ConflictError):
+        store.create("requests/a/x", b"2")
+    second = store.replace("requests/a/x", b"3", first)
+    with pytest.raises(ConflictError):
+        store.replace("requests/a/x", b"4", first)
+    assert store.read("requests/a/x") == (b"3", second)
+    store.put("requests/a/y", b"0123456789")
+    assert bytes(store.get_range("requests/a/y", 3, 4)) == b"3456" and (root / "a/y").stat().st_size == 10
+    assert store.sizes("requests") == {"requests/a/x": 1, "requests/a/y": 10}
+    assert [path.name for path in root.iterdir()] == ["a"] and root.is_dir() and not root.is_file()
+    assert sorted(path.name for path in root.glob("a/*")) == ["x", "y"] and (root / "a/x").is_file()
+    with pytest.raises(FileNotFoundError, match="s3://bucket/requests/none"):
+        store.read("requests/none")
+    with pytest.raises(OSError, match=r"s3://nowhere/x"):
+        path_of("s3://nowhere/x").read_bytes()
+    store.delete(["requests/a/x", "requests/none"])
+    assert store.sizes("requests") == {"requests/a/y": 10}
+
+
+def test_an_upload_appears_when_it_is_closed(server):
+    path, content = path_of("s3://bucket/upload"), bytes(range(256)) * 50_000
+    upload = path.store.upload(path.key, len(content))
+    upload.write(memoryview(content)[: 9 << 20])
+    upload.write(content[9 << 20 :])
+    assert not path.exists()
+    upload.close()
+    assert path.read_bytes() == content
+    dropped = path.store.upload("dropped", 10)
+    dropped.write(b"1")
+    del dropped
+    assert not path_of("s3://bucket/dropped").exists()
+
+
+def test_a_lost_answer_does_not_lose_the_write(server):
+    """The request is repeated and meets the object that it has made itself."""
+    lost = []
+
+    def fault(method, path, headers):
+        if method == "PUT" and not lost:
+            lost.append(path)
+            return "drop"
+        return None
+
+    with FaultyProxy(server, fault):
+        store = path_of("s3://bucket/x").store
+        e_tag = store.create("lost", b"mine")
+        assert lost and store.read("lost") == (b"mine", e_tag)
+        lost.clear()
+        store.replace("lost", b"mine again", e_tag)
+        assert lost and store.read("lost").content == b"mine again"
+
+
+def test_errors_of_the_server_are_repeated(server):
+    refused = []
+
+    def fault(method, path, headers):
+        refused.append(method)
+        return "refuse" if len(refused) % 3 else None
+
+    with FaultyProxy(server, fault):
+        store = path_of("s3://bucket/x").store
+        store.put("repeated", b"1")
+        assert store.read("repeated").content == b"1" and len(refused) == 6
+
+
+def test_a_store_that_ignores_conditions_is_refused(server):
+    with FaultyProxy(server, lambda *request: "strip"), pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ ignores"):
+        check_conditional_requests(path_of("s3://bucket/probe"))
+    object_storage._open_store.cache_clear()
+    root = path_of("s3://bucket/probe")
+    check_conditional_requests(root)
+    assert root.store.sizes("probe") == {}, "nothing is left"
+
+
+def test_no_bucket_is_one_clear_error(server):
+    with pytest.raises(ValueError, match="checkpoints cannot be saved to s3://nowhere/run"):
+        check_conditional_requests(path_of("s3://nowhere/run"))
