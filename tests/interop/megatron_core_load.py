@@ -1,12 +1,13 @@
 """Load a torch_dist checkpoint with real megatron-core on CPU, and compare every value and the logits.
 
-    torchrun --nproc-per-node N megatron_core_load.py DIRECTORY TP
+    torchrun --nproc-per-node N megatron_core_load.py DIRECTORY TP [EP]
 
 Runs in a virtual environment with torch and megatron-core, without this project. DIRECTORY holds `checkpoint` and
 `expected.pt` of `megatron_core_write.py`. What is asked for is what Megatron-LM's trainer asks for: the model is built
 from the arguments in the checkpoint, keys follow from its `content_metadata`, generators are wanted at the same TP and
 PP. Weights, the distributed optimizer's state (after its own reshuffle into flat shards and back) and parameter groups
-must be the same bits, generators must draw the same numbers, logits must be ours within 1e-5 in fp32.
+must be the same bits, generators must draw the same numbers, logits must be ours within 1e-5 in fp32. With EP
+ranks share the experts of a layer, each of which is whole on its rank.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.package_info import __version__
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, torch_norm
+from megatron.core.transformer.moe import moe_utils
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.016}  # logits are about 1: four steps of bf16
 
@@ -69,8 +71,20 @@ def stand_in_for_cuda(mode: type[CpuForCuda] = CpuForCuda, adam: type[FusedAdam]
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)  # the one that needs no CUDA
 
 
-def build_model(args: argparse.Namespace, tp: int) -> GPTModel:
+def build_model(args: argparse.Namespace, tp: int, ep: int) -> GPTModel:
     """The model that the arguments in the checkpoint describe."""
+    experts: dict[str, Any] = {}
+    if args.num_experts:
+        experts = {
+            "num_moe_experts": args.num_experts,
+            "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
+            "moe_router_topk": args.moe_router_topk,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": tp > 1,
+        }
+        moe_utils.te_general_gemm = None  # a name that 0.16.1 has with Transformer Engine alone
+        torch_norm.WrappedTorchNorm.__new__ = staticmethod(norm_of_any_sequence)
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -95,11 +109,15 @@ def build_model(args: argparse.Namespace, tp: int) -> GPTModel:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=True,
+        **experts,
     )
+    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
+    if args.num_experts:  # the key that Transformer Engine's layers have
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     multiple = args.make_vocab_size_divisible_by * tp
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=args.normalization),
+        spec,
         vocab_size=math.ceil(args.model_vocab_size / multiple) * multiple,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
@@ -108,6 +126,11 @@ def build_model(args: argparse.Namespace, tp: int) -> GPTModel:
         parallel_output=False,
     )
     return model.to(args.params_dtype)
+
+
+def norm_of_any_sequence(cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    """The local norm refuses sequence parallelism, which experts under TP > 1 need; nothing is trained here."""
+    return torch.nn.RMSNorm(hidden_size, eps=eps)
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -229,11 +252,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("tp", type=int)
+    parser.add_argument("ep", type=int, nargs="?", default=1)
     options = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     stand_in_for_cuda()
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tp,
+        expert_model_parallel_size=options.ep,
+        expert_tensor_parallel_size=1,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
     root = options.directory / "checkpoint"
@@ -247,7 +275,7 @@ def main() -> None:
     if "non_homogeneous_layers" not in metadata:
         expected["tensors"] = stacked(expected["tensors"], args.num_layers)
 
-    model = build_model(args, options.tp)
+    model = build_model(args, options.tp, options.ep)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
     optimizer = build_optimizer(args, ddp)
 
@@ -271,9 +299,10 @@ def main() -> None:
     check_groups(optimizer, expected["param_groups"])
     check_scheduler(optimizer, common["opt_param_scheduler"], expected["opt_param_scheduler"])
     if "rng_state" in state:
-        check_generators(state["rng_state"][0], expected["next_numbers"][dist.get_rank()])
+        rank = parallel_state.get_tensor_model_parallel_rank()  # of replicas those of the first one are stored
+        check_generators(state["rng_state"][0], expected["next_numbers"][rank])
     if dist.get_rank() == 0:
-        layout = f"TP{options.tp} DP{dist.get_world_size() // options.tp}"
+        layout = f"TP{options.tp} DP{dist.get_world_size() // options.tp} EP{options.ep}"
         rng = ", random numbers go on" if "rng_state" in state else ""
         print(
             f"megatron-core {__version__}: {options.directory.name}, {layout}: {len(keys)} tensors, same bits{rng}; "

@@ -28,11 +28,14 @@ from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, M
 
 TP2_DP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
 MODELS = {
     "llama": LLAMA + TP2_DP2,  # 61 tokens: the files hold no padding rows, the peer's model does
     "llama-bf16": LLAMA + TP2_DP2 + "--bf16 ",
     "llama-pp2-bf16": LLAMA + TP2_PP2 + "--bf16 ",
     "gpt2": GPT2 + TP2_DP2 + "--vocab-size 63 ",  # 64 tokens: nobody pads
+    "mixtral-ep2": LLAMA + EXPERTS + "--expert-model-parallel-size 2 ",
+    "mixtral-tp2-ep2": LLAMA + EXPERTS + TP2_DP2 + "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 ",
     "gpt2-pp2": GPT2 + TP2_PP2,  # tied embeddings on two stages
 }
 RUN = "--mock-data --train-iters 3 --lr-decay-iters 8 --save-interval 2 --adam-beta2 0.95 --adam-eps 1e-9 "

@@ -6,10 +6,11 @@ import pytest
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.files import Options
+from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
-from megatron.core.dist_checkpointing import safe_load
+from megatron.core.dist_checkpointing import load_common, read_metadata, safe_load
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
 from tests.unpacked import unpacked
@@ -68,6 +69,23 @@ def test_the_legacy_files_we_write_are_megatrons(archive, tmp_path):
             assert got["args"].pop("model_vocab_size") == 288
             assert got["args"].pop("norm_epsilon") == 1e-5
         assert_equal(expected, got, path.name)
+
+
+@pytest.mark.parametrize("model,form", [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")])
+def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, model, form):
+    """An empty entry for each expert, of stacked layers and others; with EP 2 an optimizer of its own for experts."""
+    root = unpacked(tmp_path_factory, f"megatron_moe/{model}/{form}")
+    source, stored = open_checkpoint(root), root / "iter_0000005"
+    stacked = model == "mixtral_fp32"
+    write_torch_dist(StackedLayers(source) if stacked else source, tmp_path / "ours")
+    theirs = {key for key in read_metadata(stored).objects if is_extra_state(key)}
+    assert any(key.endswith("_2.4" if stacked else "_8") for key in theirs)
+    assert theirs <= set(read_metadata(tmp_path / "ours").objects)
+    written = load_common(tmp_path / "ours")["optimizer"]
+    groups = [group for kind in written.values() for group in kind["optimizer"]["param_groups"]]
+    assert [group["is_expert_parallel"] for group in groups] == [False, False, True]
+    if stacked:  # the other form has its groups elsewhere
+        assert written == load_common(stored)["optimizer"]
 
 
 def test_the_plan_of_a_load_counts_every_expert(archive):
