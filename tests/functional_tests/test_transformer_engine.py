@@ -22,6 +22,10 @@ DATA = "--mock-data --train-iters 4 "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --qk-layernorm --q-lora-rank 24 "
+    "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
+)
 WAYS = {  # processes, model, flags
     "one": (1, "llama", ""),
     "tp2_sp": (2, "llama", LAYOUTS["tp2_sp"][1]),
@@ -33,6 +37,7 @@ WAYS = {  # processes, model, flags
     "recompute_selective": (1, "llama", SELECTIVE),
     "documents": (1, "llama", "--reset-attention-mask --eod-mask-loss"),
     "window_qk_norm_1p": (1, "llama", "--window-size 5,0 --qk-layernorm --apply-layernorm-1p"),
+    "latent_tp2_sp": (2, "gpt2", LATENT + LAYOUTS["tp2_sp"][1]),
     "experts": (1, "llama", EXPERTS),
     "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
                         "--expert-tensor-parallel-size 1"),

@@ -117,7 +117,7 @@ class MultiLatentAttention(Attention):
         query = self._query(query, rotary)
         key, value = self._key_and_value(latent, shared, rotary)
         # Fused kernels want one width: zeros at the end of a head change neither its scores nor what is kept of it.
-        width = max(self.config.qk_width, self.config.v_head_dim)
+        width = self.config.core_head_dim
         query, key, value = (self.cp.to_heads(F.pad(x, (0, width - x.shape[-1]))) for x in (query, key, value))
         context = self.core_attention(query, key, value, attention_mask)
         if width > self.config.v_head_dim:

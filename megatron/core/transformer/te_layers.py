@@ -191,7 +191,7 @@ class TECoreAttention(CoreAttention):
         self.window = config.window_size
         self.module = te.DotProductAttention(
             config.num_attention_heads // heads_over,
-            config.head_dim,
+            config.core_head_dim,
             num_gqa_groups=config.query_groups // heads_over,
             attention_dropout=config.attention_dropout,
             attn_mask_type="causal",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron.core.transformer import model_rules
 from megatron.core.utils import flag, raise_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
@@ -253,7 +254,7 @@ class TransformerConfig:
     """Number of layers per group (uniform) or per chunk (block)."""
 
     def __post_init__(self) -> None:
-        raise_problems(self._missing())
+        raise_problems(model_rules.missing(self))
         if self.position_embedding_type == "yarn":
             self.position_embedding_type, self.rope_type = "rope", "yarn"
         if self.rope_type is None:
@@ -273,138 +274,7 @@ class TransformerConfig:
         coefficients: Any = self.moe_aux_loss_coeff
         self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds)
         self.moe_aux_loss_coeff = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients]
-        problems = [*self._problems(), *self._problems_of_latent_attention()]
-        raise_problems([*problems, *(self._problems_of_experts() if self.has_experts else ())])
-
-    def _missing(self) -> Iterator[str]:
-        """What the defaults of other fields cannot be derived without."""
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if getattr(self, name) < 1:
-                yield f"--{name.replace('_', '-')} must be given and positive, got {getattr(self, name)}"
-        evenly = self.hidden_size % max(self.num_attention_heads, 1) == 0
-        if self.kv_channels is None and not evenly and not self.multi_latent_attention:
-            yield (
-                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
-                f"{self.num_attention_heads}: change one of them or give --kv-channels"
-            )
-
-    def _problems(self) -> Iterator[str]:
-        if self.query_groups < 1 or self.num_attention_heads % self.query_groups:
-            yield (
-                f"--num-attention-heads {self.num_attention_heads} is not a multiple of "
-                f"--num-query-groups {self.num_query_groups}"
-            )
-        if self.ffn_size < 1:
-            yield f"--hidden-size {self.hidden_size} is too small for --swiglu without --ffn-hidden-size: give one"
-        activations = [name for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(self, name)]
-        if len(activations) > 1:
-            yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
-        if self.bf16 and self.fp16:
-            yield "--bf16 and --fp16 exclude each other"
-        yield from self._problems_of_back_end()
-        if self.recompute_granularity == "full" and (self.recompute_method is None or not self.recompute_num_layers):
-            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
-
-        if self.use_rope_scaling and self.rope_type == "yarn":
-            yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
-        if self.rope_type == "yarn" and not all(
-            value and value > 0 for value in (self.rotary_scaling_factor, self.original_max_position_embeddings)
-        ):
-            yield (
-                f"--rope-type yarn: --rotary-scaling-factor {self.rotary_scaling_factor} and "
-                f"--original-max-position-embeddings {self.original_max_position_embeddings} must be positive"
-            )
-
-    def _problems_of_latent_attention(self) -> Iterator[str]:
-        if not self.multi_latent_attention:
-            return
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if value is None and name == "q_lora_rank":
-                continue
-            if value is None or value < 1 or (name == "qk_pos_emb_head_dim" and value % 2):
-                kind = "even and positive" if name == "qk_pos_emb_head_dim" else "positive"
-                yield f"--{name.replace('_', '-')} must be {kind}, got {value}"
-        if self.query_groups != self.num_attention_heads:
-            yield "--multi-latent-attention has keys and values for every head: leave out --group-query-attention"
-        if self.rotary_interleaved or self.add_qkv_bias:
-            flags = ("--rotary-interleaved", "--add-qkv-bias")
-            given = [name for name, on in zip(flags, (self.rotary_interleaved, self.add_qkv_bias), strict=True) if on]
-            yield f"--multi-latent-attention does not go with {' and '.join(given)}"
-
-    def _problems_of_back_end(self) -> Iterator[str]:
-        if self.fp8 is not None and self.transformer_impl == "local":
-            yield f"--fp8-format {self.fp8} needs --transformer-impl transformer_engine, which has the kernels"
-        if self.fp8 is not None and not self.bf16:
-            yield f"--fp8-format {self.fp8} needs --bf16: what is not in fp8 is in bfloat16"
-        if self.fp8 is not None:
-            for name, size in (("--hidden-size", self.hidden_size), ("--ffn-hidden-size", self.ffn_size)):
-                if size % 16:
-                    yield f"{name} {size} is not a multiple of 16, as the kernels of fp8 need"
-        if self.fp8_amax_history_len < 1:
-            yield f"--fp8-amax-history-len must be positive, got {self.fp8_amax_history_len}"
-
-    def _problems_of_experts(self) -> Iterator[str]:
-        experts, topk, bad = self.num_experts or 0, self.moe_router_topk, "--moe-router-topk"
-        if self.moe_ffn_size < 1:
-            yield f"--moe-ffn-hidden-size must be positive, got {self.moe_ffn_hidden_size}"
-        if not 1 <= topk <= experts:
-            yield f"{bad} {topk} must lie between 1 and --num-experts {experts}"
-        if topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:
-            yield f"{bad} 1 needs --moe-router-pre-softmax: a softmax over one expert teaches nothing"
-        if isinstance(self.moe_layer_freq, int):
-            if self.moe_layer_freq < 1:
-                yield f"--moe-layer-freq must be positive, got {self.moe_layer_freq}"
-        elif len(self.moe_layer_freq) != self.num_layers or not set(self.moe_layer_freq) <= {0, 1}:
-            yield (
-                f"--moe-layer-freq {self.moe_layer_freq} must have a 0 or a 1 for each of the --num-layers "
-                f"{self.num_layers}"
-            )
-        if self.add_bias_linear:
-            yield "--num-experts needs --disable-bias-linear: experts have no biases here"
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
-            yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
-        if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
-            yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size, the expert that it is for"
-        yield from self._problems_of_groups(experts, topk)
-        yield from self._problems_of_balance()
-
-    def _problems_of_groups(self, experts: int, topk: int) -> Iterator[str]:
-        groups, taken = self.moe_router_num_groups, self.moe_router_group_topk
-        if (groups is None) != (taken is None):
-            yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
-        elif not groups or not taken:
-            return
-        elif self.moe_router_group_score_topk is not None:
-            scores = self.moe_router_group_score_topk
-            if not 1 <= scores <= experts // groups:
-                yield f"--moe-router-group-score-topk {scores} must lie between 1 and {experts // groups} per group"
-        elif groups < taken or experts % groups or topk % taken or topk * groups > experts * taken:
-            yield (
-                f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and --moe-router-group-topk "
-                f"{taken} be at most {groups} and divide --moe-router-topk {topk} into shares that fit a group"
-            )
-
-    def _problems_of_balance(self) -> Iterator[str]:
-        kinds, coefficients = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        if len(kinds) != len(coefficients):
-            yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {kinds}"
-        if len(set(kinds)) < len(kinds):
-            yield f"--moe-router-load-balancing-type {kinds} says one twice"
-        if "global_aux_loss" in kinds and self.recompute_granularity == "full":
-            yield (
-                "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: recomputed layers "
-                "would count their tokens twice; take aux_loss or seq_aux_loss"
-            )
-        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor <= 0:
-            yield f"--moe-expert-capacity-factor must be positive, got {self.moe_expert_capacity_factor}"
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
-        if self.moe_pad_expert_input_to_capacity and self.moe_router_enable_expert_bias:
-            yield (
-                "--moe-pad-expert-input-to-capacity with --moe-router-enable-expert-bias: padding gives all experts "
-                "the same load, so that the bias never moves; leave one out"
-            )
+        raise_problems(model_rules.problems(self))
 
     @property
     def experts(self) -> int:
@@ -468,6 +338,11 @@ class TransformerConfig:
     def v_width(self) -> int:
         """Width of a value head."""
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
+    def core_head_dim(self) -> int:
+        """Width of a head in the core of attention, where queries, keys and values have one width."""
+        return max(self.qk_width, self.v_width)
 
     @property
     def query_groups(self) -> int:

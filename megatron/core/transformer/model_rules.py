@@ -1,0 +1,154 @@
+"""Which values of a model's fields go together: every rule yields what is wrong, with the values and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def missing(config: TransformerConfig) -> Iterator[str]:
+    """What the defaults of other fields cannot be derived without."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(config, name) < 1:
+            yield f"--{name.replace('_', '-')} must be given and positive, got {getattr(config, name)}"
+    evenly = config.hidden_size % max(config.num_attention_heads, 1) == 0
+    if config.kv_channels is None and not evenly and not config.multi_latent_attention:
+        yield (
+            f"--hidden-size {config.hidden_size} is not a multiple of --num-attention-heads "
+            f"{config.num_attention_heads}: change one of them or give --kv-channels"
+        )
+
+
+def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
+    if config.query_groups < 1 or config.num_attention_heads % config.query_groups:
+        yield (
+            f"--num-attention-heads {config.num_attention_heads} is not a multiple of "
+            f"--num-query-groups {config.num_query_groups}"
+        )
+    if config.ffn_size < 1:
+        yield f"--hidden-size {config.hidden_size} is too small for --swiglu without --ffn-hidden-size: give one"
+    activations = [name for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(config, name)]
+    if len(activations) > 1:
+        yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
+    if config.bf16 and config.fp16:
+        yield "--bf16 and --fp16 exclude each other"
+    yield from _of_back_end(config)
+    if config.recompute_granularity == "full" and (config.recompute_method is None or not config.recompute_num_layers):
+        yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+
+    if config.use_rope_scaling and config.rope_type == "yarn":
+        yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
+    if config.rope_type == "yarn" and not all(
+        value and value > 0 for value in (config.rotary_scaling_factor, config.original_max_position_embeddings)
+    ):
+        yield (
+            f"--rope-type yarn: --rotary-scaling-factor {config.rotary_scaling_factor} and "
+            f"--original-max-position-embeddings {config.original_max_position_embeddings} must be positive"
+        )
+
+
+def _of_latent_attention(config: TransformerConfig) -> Iterator[str]:
+    if not config.multi_latent_attention:
+        return
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        value = getattr(config, name)
+        if value is None and name == "q_lora_rank":
+            continue
+        if value is None or value < 1 or (name == "qk_pos_emb_head_dim" and value % 2):
+            kind = "even and positive" if name == "qk_pos_emb_head_dim" else "positive"
+            yield f"--{name.replace('_', '-')} must be {kind}, got {value}"
+    if config.query_groups != config.num_attention_heads:
+        yield "--multi-latent-attention has keys and values for every head: leave out --group-query-attention"
+    if config.rotary_interleaved or config.add_qkv_bias:
+        flags = ("--rotary-interleaved", "--add-qkv-bias")
+        given = [name for name, on in zip(flags, (config.rotary_interleaved, config.add_qkv_bias), strict=True) if on]
+        yield f"--multi-latent-attention does not go with {' and '.join(given)}"
+
+
+def _of_back_end(config: TransformerConfig) -> Iterator[str]:
+    if config.fp8 is not None and config.transformer_impl == "local":
+        yield f"--fp8-format {config.fp8} needs --transformer-impl transformer_engine, which has the kernels"
+    if config.fp8 is not None and not config.bf16:
+        yield f"--fp8-format {config.fp8} needs --bf16: what is not in fp8 is in bfloat16"
+    if config.fp8 is not None:
+        for name, size in (("--hidden-size", config.hidden_size), ("--ffn-hidden-size", config.ffn_size)):
+            if size % 16:
+                yield f"{name} {size} is not a multiple of 16, as the kernels of fp8 need"
+    if config.fp8_amax_history_len < 1:
+        yield f"--fp8-amax-history-len must be positive, got {config.fp8_amax_history_len}"
+
+
+def _of_experts(config: TransformerConfig) -> Iterator[str]:
+    experts, topk, bad = config.num_experts or 0, config.moe_router_topk, "--moe-router-topk"
+    if config.moe_ffn_size < 1:
+        yield f"--moe-ffn-hidden-size must be positive, got {config.moe_ffn_hidden_size}"
+    if not 1 <= topk <= experts:
+        yield f"{bad} {topk} must lie between 1 and --num-experts {experts}"
+    if topk == 1 and config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        yield f"{bad} 1 needs --moe-router-pre-softmax: a softmax over one expert teaches nothing"
+    if isinstance(config.moe_layer_freq, int):
+        if config.moe_layer_freq < 1:
+            yield f"--moe-layer-freq must be positive, got {config.moe_layer_freq}"
+    elif len(config.moe_layer_freq) != config.num_layers or not set(config.moe_layer_freq) <= {0, 1}:
+        yield (
+            f"--moe-layer-freq {config.moe_layer_freq} must have a 0 or a 1 for each of the --num-layers "
+            f"{config.num_layers}"
+        )
+    if config.add_bias_linear:
+        yield "--num-experts needs --disable-bias-linear: experts have no biases here"
+    if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    if config.moe_shared_expert_gate and not config.moe_shared_expert_intermediate_size:
+        yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size, the expert that it is for"
+    yield from _of_groups(config, experts, topk)
+    yield from _of_balance(config)
+
+
+def _of_groups(config: TransformerConfig, experts: int, topk: int) -> Iterator[str]:
+    groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
+    if (groups is None) != (taken is None):
+        yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
+    elif not groups or not taken:
+        return
+    elif config.moe_router_group_score_topk is not None:
+        scores = config.moe_router_group_score_topk
+        if not 1 <= scores <= experts // groups:
+            yield f"--moe-router-group-score-topk {scores} must lie between 1 and {experts // groups} per group"
+    elif groups < taken or experts % groups or topk % taken or topk * groups > experts * taken:
+        yield (
+            f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and --moe-router-group-topk "
+            f"{taken} be at most {groups} and divide --moe-router-topk {topk} into shares that fit a group"
+        )
+
+
+def _of_balance(config: TransformerConfig) -> Iterator[str]:
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if len(kinds) != len(coefficients):
+        yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {kinds}"
+    if len(set(kinds)) < len(kinds):
+        yield f"--moe-router-load-balancing-type {kinds} says one twice"
+    if "global_aux_loss" in kinds and config.recompute_granularity == "full":
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: recomputed layers "
+            "would count their tokens twice; take aux_loss or seq_aux_loss"
+        )
+    if config.moe_expert_capacity_factor is not None and config.moe_expert_capacity_factor <= 0:
+        yield f"--moe-expert-capacity-factor must be positive, got {config.moe_expert_capacity_factor}"
+    if config.moe_pad_expert_input_to_capacity and config.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
+    if config.moe_pad_expert_input_to_capacity and config.moe_router_enable_expert_bias:
+        yield (
+            "--moe-pad-expert-input-to-capacity with --moe-router-enable-expert-bias: padding gives all experts "
+            "the same load, so that the bias never moves; leave one out"
+        )
+
+
+def problems(config: TransformerConfig) -> Iterator[str]:
+    """All that is wrong, once nothing is missing."""
+    yield from _of_a_dense_model(config)
+    yield from _of_latent_attention(config)
+    if config.has_experts:
+        yield from _of_experts(config)

@@ -1,0 +1,242 @@
+"""Which flags of a run go together: every rule yields what is wrong, with the values and the way out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.pipeline_parallel import groups_fit
+
+if TYPE_CHECKING:
+    from megatron.training.config.run_config import Config
+
+
+def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
+    """A line for each of `sizes` (name to value) that is no multiple of `divisor`."""
+    for name, value in sizes.items():
+        if value % max(divisor, 1):
+            yield f"{name} {value} is not divisible by {by} {divisor}"
+
+
+def _check_length(config: Config, world_size: int) -> Iterator[str]:
+    training = config.training
+    if training.train_iters is not None and training.train_samples is not None:
+        yield f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
+    if training.train_iters is None and training.train_samples is None:
+        yield "set --train-iters or --train-samples: how long the run is"
+    if training.step_batch_size_schedule is not None:
+        for name in ("global_batch_size", "rampup_batch_size"):
+            if getattr(training, name) is not None:
+                yield f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other"
+    if training.train_iters is not None and training.rampup_batch_size is not None:
+        yield "--rampup-batch-size needs --train-samples: iterations grow with it"
+
+
+def _check_positions(config: Config, world_size: int) -> Iterator[str]:
+    if config.data.seq_length > (config.model.max_position_embeddings or 0):
+        yield (
+            f"--seq-length {config.data.seq_length} is longer than --max-position-embeddings "
+            f"{config.model.max_position_embeddings}"
+        )
+
+
+def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
+    tp_size = config.parallel.tp_size
+    split = {
+        "--num-attention-heads": config.model.num_attention_heads,
+        "--num-query-groups": config.model.query_groups,
+        "--ffn-hidden-size": config.model.ffn_size,
+    }
+    if config.parallel.sequence_parallel:
+        split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
+    if 0 not in config.model.moe_layer_pattern:
+        del split["--ffn-hidden-size"]  # every layer has experts
+    yield from _not_divisible(split, "--tensor-model-parallel-size", tp_size)
+
+
+def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
+    parallel, model, length = config.parallel, config.model, config.data.seq_length
+    cp_size, tp_size, way = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    if cp_size <= 1:
+        return
+    context = f"--context-parallel-size {cp_size}"
+    if length % (2 * cp_size):
+        yield (
+            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank holds two chunks of a "
+            "sequence. Change one of them"
+        )
+    elif parallel.sequence_parallel and length % (cp_size * tp_size):
+        yield (
+            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size {tp_size} = "
+            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave out --sequence-parallel"
+        )
+    if way == "a2a" and model.query_groups % (tp_size * cp_size):
+        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        yield (
+            f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
+            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use --cp-comm-type p2p or "
+            "all_gather, or smaller sizes"
+        )
+    if way != "a2a" and model.attention_dropout:
+        yield (
+            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
+            "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
+        )
+
+
+def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
+    """What attention of Transformer Engine cannot do over ranks of p2p and all_gather."""
+    model, cp_comm_type = config.model, config.parallel.cp_comm_type
+    if model.transformer_impl == "local" or config.parallel.cp_size == 1 or cp_comm_type == "a2a":
+        return
+    for flag_name, given in {
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
+        "--window-size": model.window_size is not None and cp_comm_type == "p2p",
+    }.items():
+        if given:
+            yield (
+                f"{flag_name} with --cp-comm-type {cp_comm_type} needs --transformer-impl local; with "
+                "transformer_engine take --cp-comm-type a2a"
+            )
+
+
+def _check_experts(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    if not model.has_experts:
+        if parallel.ep_size > 1:
+            yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
+        return
+    width, shared = model.moe_ffn_size, model.moe_shared_expert_intermediate_size or 0
+    yield from _not_divisible({"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size)
+    yield from _not_divisible({"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size)
+    yield from _not_divisible(
+        {"--moe-shared-expert-intermediate-size": shared}, "--tensor-model-parallel-size", parallel.tp_size
+    )
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} needs --sequence-parallel: every rank "
+            "routes tokens of its own"
+        )
+    if config.optimizer.optimizer == "muon":
+        yield "--optimizer muon does not support experts: use adam"
+    parallel.edp_size(world_size)
+
+
+def _check_batches(config: Config, world_size: int) -> Iterator[str]:
+    """Every size that a ramp-up reaches must suit the interleaved schedule."""
+    training, pp_size = config.training, config.parallel.pp_size
+    dp_size = config.parallel.dp_size(world_size)
+    batches = config.batch_schedule(dp_size)
+    training.global_batch_size = batches.global_batch_size
+    if config.parallel.vpp_size == 1:
+        return
+    group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
+    if group_size < pp_size:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
+            "the pipeline: the first stage would wait for the last one"
+        )
+        return
+    counts = {size: size // batches.samples_per_microbatch for size in batches.sizes()}
+    wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
+    if wrong:
+        yield (
+            f"the interleaved schedule runs micro batches in groups of {group_size}, the last one of at least "
+            f"{pp_size}, the number of pipeline stages, but a global batch of {' or '.join(map(str, wrong[:3]))} / "
+            f"({training.micro_batch_size} per micro batch x {dp_size} replicas) has "
+            f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
+        )
+
+
+def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
+    training, dp_size = config.training, config.parallel.dp_size(world_size)
+    size = training.eval_global_batch_size
+    if size is not None and (size < 1 or size % (training.micro_batch_size * dp_size)):
+        yield (
+            f"--eval-global-batch-size {size} is not a multiple of micro batch size {training.micro_batch_size} x "
+            f"data-parallel size {dp_size}"
+        )
+
+
+def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
+    if config.ddp.grad_reduce_in_bf16 and config.model.params_dtype != torch.bfloat16:
+        yield "--grad-reduce-in-bf16 needs --bf16: gradients of an fp32 or fp16 model are reduced in fp32"
+
+
+def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
+    """The schedules of the optimizer are made once, to have their rules checked."""
+    training = config.training
+    if config.optimizer.lr is None:
+        yield "--lr must be given"
+    elif (training.train_iters is None) != (training.train_samples is None) and training.global_batch_size is not None:
+        config.schedule()
+
+
+def _check_layers(config: Config, world_size: int) -> Iterator[str]:
+    config.layer_ranges()  # raises when the layers cannot be split
+    yield from ()
+
+
+def save_notes(config: Config) -> list[str]:
+    """What the user may not expect of these flags together."""
+    checkpoint, eval_interval = config.checkpoint, config.training.eval_interval
+    notes = []
+    whens = ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n")
+    given = [f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None]
+    if given and checkpoint.save is None:
+        notes.append(f"nothing is saved: {', '.join(given)} without --save")
+    if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
+        common = math.lcm(checkpoint.save_interval, eval_interval)
+        if common > checkpoint.save_interval:
+            notes.append(
+                f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and evaluations every "
+                f"{eval_interval}, only those every {common} have a validation loss"
+            )
+    return notes
+
+
+def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
+    for rank in config.profiling.profile_ranks or []:
+        if not 0 <= rank < world_size:
+            yield f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}"
+
+
+def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
+        yield (
+            f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give --eval-interval (one that meets "
+            "the saved iterations) and --eval-iters"
+        )
+    if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
+        yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
+    if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
+        yield f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds torch_dist checkpoints alone"
+    if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
+        yield "--ckpt-convert-format and --ckpt-convert-save go together"
+    if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
+        yield "--ckpt-convert-format needs --load, the checkpoint to convert"
+    if checkpoint.ckpt_step is not None and checkpoint.load is None:
+        yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
+
+
+# The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts that it needs.
+CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
+    (_check_length, "training"),
+    (_check_positions, "model data"),
+    (_check_tensor_parallel, "model parallel data"),
+    (_check_context_parallel, "model parallel data"),
+    (_check_back_end, "model parallel data"),
+    (_check_experts, "model parallel optimizer"),
+    (_check_batches, "training parallel data"),
+    (_check_evaluation, "training parallel"),
+    (_check_gradients, "model ddp"),
+    (_check_schedules, "training parallel optimizer scheduler"),
+    (_check_layers, "model parallel pipeline_layout"),
+    (_check_checkpoint, "training checkpoint"),
+    (_check_profile_ranks, "profiling"),
+)
