@@ -23,7 +23,7 @@ from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
 from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
     Shape,
@@ -59,7 +59,10 @@ def _open_torch_dist(directory: Path, hints: Hints) -> Source:
     if hints.as_saved:
         common = read_common(directory, verify=hints.verify)
         if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
-            return RunCheckpoint(directory, common, hints.verify)
+            run = RunCheckpoint(directory, common, hints.verify)
+            # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
+            if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
+                return run
     return TorchDistSource(directory, hints.optimizer, hints.verify)
 
 

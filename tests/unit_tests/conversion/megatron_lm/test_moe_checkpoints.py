@@ -4,13 +4,14 @@ import math
 
 import pytest
 
-from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.convert import Hints, compare, convert, open_checkpoint
 from megatron.conversion.files import Options
+from megatron.conversion.load import RunCheckpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
-from megatron.core.dist_checkpointing import load_common, read_metadata, safe_load
+from megatron.core.dist_checkpointing import ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
 from tests.unpacked import unpacked
@@ -86,6 +87,20 @@ def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, 
     assert [group["is_expert_parallel"] for group in groups] == [False, False, True]
     if stacked:  # the other form has its groups elsewhere
         assert written == load_common(stored)["optimizer"]
+
+
+def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
+    """It had another key for the norm before experts."""
+    write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
+    now = open_checkpoint(tmp_path / "now", hints=Hints(as_saved=True))
+    assert isinstance(now, RunCheckpoint)
+    norm, earlier = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+    values = read_all(now)
+    state = [ShardedTensor.replicated(key.replace(norm, earlier), value) for key, value in values.items()]
+    common = load_common(tmp_path / "now")
+    save({entry.key: entry for entry in state}, tmp_path / "earlier", common=common)
+    assert f"decoder.layers.1.{earlier}" in read_metadata(tmp_path / "earlier").tensors
+    assert_same(read_all(open_checkpoint(tmp_path / "earlier", hints=Hints(as_saved=True))), values)
 
 
 def test_the_plan_of_a_load_counts_every_expert(archive):
