@@ -8,6 +8,7 @@ peer, and the machine's own GEMM ceiling.
     python benchmarks/training.py                    # fp32 and bf16 against transformers
     python benchmarks/training.py --megatron-core-python PATH  # and megatron-core, installed in its own environment
     python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
+    python benchmarks/training.py --moe              # 8 experts, 2 for a token; also EP2 on 2 processes
     python benchmarks/training.py --context 4096     # CP2 alone, one sequence of this length on 2 processes
 """
 
@@ -18,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.core.progress import Progress  # noqa: E402
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
+EXPERTS, EXPERT_FFN = 8, FFN // 2  # of --moe: 2 experts for a token cost what the dense MLP does
 SKIP = 2  # first steps of every run: allocation and warm-up
 
 LAYOUTS = {
@@ -36,6 +40,10 @@ LAYOUTS = {
     "PP2": ["--pipeline-model-parallel-size", "2"],
     "DP2": ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
 }
+
+MOE = f"""--num-experts {EXPERTS} --moe-ffn-hidden-size {EXPERT_FFN} --moe-router-topk 2 --moe-aux-loss-coeff 0.01
+    --moe-token-dispatcher-type alltoall""".split()
+EP2 = ["--expert-model-parallel-size", "2", *LAYOUTS["DP2"]]
 
 
 def flops_per_step() -> float:
@@ -74,9 +82,10 @@ def ours(
     return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)]
 
 
-def peer(name: str, python: str, dtype: str, steps: int, threads: int) -> list[float]:
+def peer(name: str, python: str, dtype: str, steps: int, threads: int, extra: Sequence[str] = ()) -> list[float]:
     script = str(ROOT / f"benchmarks/peers/{name}_training.py")
-    output = run([python, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads)], threads)
+    command = [python, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads), *extra]
+    output = run(command, threads)
     return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
 
@@ -116,6 +125,26 @@ def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * SEQ * BATCH * HIDDEN * 2 * FFN / best / 1e9
 
 
+def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -> dict[str, Callable[[], list[float]]]:
+    """What takes turns: name -> a run that gives the milliseconds of every step."""
+    steps, threads = args.steps, args.threads
+    experts = ("--experts", str(EXPERTS), "--ffn", str(EXPERT_FFN)) if args.moe else ()
+    model = tuple(MOE) if args.moe else ()
+    programs: dict[str, Callable[[], list[float]]] = {
+        name: partial(peer, name, python, dtype, steps, threads, experts) for name, python in pythons.items()
+    }
+    programs["ours"] = partial(ours, dtype, steps, threads, extra=model)
+    if args.also:
+        programs[f"ours {args.also}"] = partial(ours, dtype, steps, threads, extra=(*model, *args.also.split()))
+    two = partial(ours, dtype, steps, threads // 2, 2)  # processes
+    if args.moe:
+        programs["ours EP2"] = partial(two, BATCH // 2, (*model, *EP2))
+    if args.layouts:
+        for name, extra in LAYOUTS.items():
+            programs[f"ours {name}"] = partial(two, BATCH // 2 if name in ("DP2", "PP2") else BATCH, tuple(extra))
+    return programs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
@@ -123,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
+    parser.add_argument("--moe", action="store_true", help="a model with experts, and EP2 beside it")
     parser.add_argument("--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"')
     parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
     parser.add_argument("--context", metavar="LENGTH", type=int, help="CP2 against one process at this length, alone")
@@ -139,21 +169,7 @@ def main() -> None:
         pythons = {"transformers": sys.executable}
         if args.megatron_core_python:
             pythons["megatron_core"] = args.megatron_core_python
-        programs = {
-            name: lambda name=name, python=python, dtype=dtype: peer(name, python, dtype, args.steps, args.threads)
-            for name, python in pythons.items()
-        }
-        programs["ours"] = lambda dtype=dtype: ours(dtype, args.steps, args.threads)
-        if args.also:
-            programs[f"ours {args.also}"] = lambda dtype=dtype: ours(
-                dtype, args.steps, args.threads, extra=tuple(args.also.split())
-            )
-        if args.layouts:
-            for name, extra in LAYOUTS.items():
-                micro = BATCH // 2 if name in ("DP2", "PP2") else BATCH
-                programs[f"ours {name}"] = lambda extra=extra, micro=micro, dtype=dtype: ours(
-                    dtype, args.steps, args.threads // 2, 2, micro, tuple(extra)
-                )
+        programs = programs_of(args, dtype, pythons)
         times: dict[str, list[float]] = {name: [] for name in programs}
         with Progress(dtype, args.rounds * len(programs), "runs") as progress:
             for _ in range(args.rounds):

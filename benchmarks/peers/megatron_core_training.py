@@ -14,10 +14,23 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 
 
 def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
+    experts = {}
+    if args.experts:
+        moe_utils.te_general_gemm = None  # 0.16.1 has no such name without Transformer Engine, and asks for it
+        experts = {
+            "num_moe_experts": args.experts,
+            "moe_ffn_hidden_size": args.ffn,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": "allgather",  # the other one makes CUDA streams
+        }
     config = TransformerConfig(
+        **experts,
         num_layers=args.layers,
         hidden_size=args.hidden,
         ffn_hidden_size=args.ffn,
@@ -39,7 +52,7 @@ def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=args.experts or None),
         vocab_size=args.vocab,
         max_sequence_length=args.seq,
         position_embedding_type="rope",
@@ -60,6 +73,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0, help="experts of width --ffn in every layer, 2 for a token")
     args = parser.parse_args()
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")

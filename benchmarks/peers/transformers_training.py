@@ -1,4 +1,5 @@
-"""A plain training loop of transformers: Llama with SDPA, clipping, fused AdamW. Prints one step time (ms) a line.
+"""A plain training loop of transformers: Llama or Mixtral with SDPA, clipping, fused AdamW. Prints one step time (ms) a
+line.
 
 bf16 here is the fastest form, bf16 parameters and moments without fp32 main parameters (which our bf16 has).
 """
@@ -7,7 +8,26 @@ import argparse
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+
+def build_model(args: argparse.Namespace) -> PreTrainedModel:
+    shape = {
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.ffn,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.groups,
+        "max_position_embeddings": args.seq,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
+    if not args.experts:
+        return LlamaForCausalLM(LlamaConfig(**shape))
+    router = {"num_local_experts": args.experts, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+    config = MixtralConfig(**shape, **router, output_router_logits=True, experts_implementation=args.experts_by)
+    return MixtralForCausalLM(config)
 
 
 def main() -> None:
@@ -23,6 +43,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0, help="experts of width --ffn in every layer, 2 for a token")
+    parser.add_argument("--experts-by", default="grouped_mm", help="how: eager, batched_mm or grouped_mm")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
@@ -30,18 +52,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
-    config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.ffn,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.groups,
-        max_position_embeddings=args.seq,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).to(args.device, dtype)
+    model = build_model(args).to(args.device, dtype)
     if args.compile:
         model.compile()
     decay = [p for p in model.parameters() if p.dim() > 1]

@@ -259,6 +259,6 @@ def train_elsewhere(rank, world_size, root, flags):
 def test_a_save_directory_that_the_ranks_do_not_share(pool, tmp_path):
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
-    message = r"--save checkpoints is not shared by all ranks: what rank 0 on (\S+) writes .* seen on \1 \(rank 1, 2\)"
+    message = r"is not shared by all ranks: what rank 0 on (\S+) writes there is not visible on \1 \(rank 1, 2\)"
     with pytest.raises(ValueError, match=message):
         pool.run(train_elsewhere, 3, tmp_path, f"{MOCK} --global-batch-size 12 --save checkpoints")

@@ -62,7 +62,7 @@ def test_without_rules_everything_stays(pool, tmp_path):
 
 
 def test_the_best_by_a_loss_that_nobody_measures(pool):
-    with pytest.raises(ValueError, match=r"--keep-best-n 2 goes by the validation loss: give --eval-interval"):
+    with pytest.raises(ValueError, match=r"--keep-best-n 2 compares validation losses: give --eval-interval"):
         pool.run(train, 1, f"{FLAGS} --keep-best-n 2 --eval-iters 0")
     with pytest.raises(ValueError, match="--keep-last-n must be positive, got 0"):
         pool.run(train, 1, f"{FLAGS} --keep-last-n 0")

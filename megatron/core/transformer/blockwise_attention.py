@@ -120,7 +120,9 @@ def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | Non
     return _Block(slice(length // 2, None), everything)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
     if query.device.type != "cuda":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
