@@ -91,6 +91,7 @@ def peer(name: str, python: str, dtype: str, steps: int, threads: int, extra: Se
 
 def run(command: list[str], threads: int) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment.pop("PYTHONPATH", None)  # it could bring this project's `megatron` into a peer
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
