@@ -311,8 +311,3 @@ def path_of(name: str | os.PathLike[str]) -> Path:
             f"{text}: give a directory, or one of {', '.join(f'{known}://bucket/prefix' for known in SCHEMES)}"
         )
     return ObjectPath(text)
-
-
-def absolute_name(name: str | os.PathLike[str]) -> str:
-    """The same place for every process, whatever its working directory."""
-    return str(path_of(name).absolute())
