@@ -5,6 +5,14 @@ DATA=${DATA:?set DATA to the prefix of the .bin/.idx files (tools/preprocess_dat
 TOKENIZER=${TOKENIZER:?set TOKENIZER to a tokenizer directory or SentencePiece model}
 RUN_DIR=${RUN_DIR:?set RUN_DIR to a directory on a file system that all nodes share}
 
+# LOCAL_DISK, if set, is a directory on a disk of every node: checkpoints every 50 iterations there, with a copy on
+# another node. In Megatron-LM's words these are local, non-persistent checkpoints.
+LOCAL_FLAGS=(${LOCAL_DISK:+--non-persistent-ckpt-type local --non-persistent-save-interval 50
+  --non-persistent-local-ckpt-dir "$LOCAL_DISK" --replication --async-save --goodput})
+# With it any node may be lost and replaced under torchrun's c10d rendezvous: otherwise the ranks would meet in the store
+# of the first node's agent, which is lost with that node, and the others end with DistStoreError after a minute.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 model_flags() { grep -v '^#' "$ROOT/examples/models/$1.args"; }
 
 case "$TOKENIZER" in
@@ -19,4 +27,5 @@ COMMON_FLAGS=(
   --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
   --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --save-interval 500
   --eval-interval 500 --eval-iters 16 --log-interval 10 --tensorboard-dir "$RUN_DIR/tensorboard" --exit-signal-handler
+  "${LOCAL_FLAGS[@]}"
 )

@@ -10,6 +10,7 @@ import torch
 from megatron.training.checkpoint.checkpointing import model_state
 from megatron.training.config.run_config import parse_args
 from megatron.training.reporting.logging import Interval
+from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 
@@ -82,7 +83,9 @@ class Outcome:
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 
-def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outcome:
+def train(
+    rank: int, world_size: int, flags: str, common: str = COMMON, forward_step: ForwardStep = forward_step
+) -> Outcome:
     """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
     measured = Measurements()
     config = parse_args(shlex.split(common + flags), world_size)

@@ -16,12 +16,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from megatron.planning.costs import save_interval
 from megatron.planning.pictures import plan_picture
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
+from megatron.training.reporting.run_record import RecordedStart, goodput, read_record
 from megatron.training.reporting.summary import plan_page, run_shape, set_planned_vocab_size
 from pretrain_gpt import model_provider
 
@@ -37,6 +40,44 @@ ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+MTBF_HELP = (
+    "propose save intervals for a failure every H hours, and one that loses a node with its replicas every H2 (10 H), "
+    "from the costs in --measured"
+)
+
+
+def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float]) -> list[str]:
+    """A line for each tier that saved in these starts: the interval that loses least, in Daly's approximation.
+
+    A save costs what it blocked training; it cannot be due again before it has ended.
+    """
+    rows = [row for start in starts for row in start.intervals]
+    iterations = sum(row["iterations"] for row in rows)
+    if not iterations:
+        raise ValueError("--measured: this run has recorded no iterations")
+    iteration = sum(row["seconds"] for row in rows) / iterations
+    spent, lines = goodput(starts), []
+    restart = (spent["loading"] + spent["starting"]) / len(starts)
+    local = [row["values"] for start in starts for row in start.points if "local-save-total-time" in row["values"]]
+    persistent = [row["values"] for start in starts for row in start.points if "save-total-time" in row["values"]]
+    hours = [*mtbf_hours, 10 * mtbf_hours[0]][:2]  # of (any failure, one that the local tier does not survive)
+    for flag_name, saves, prefix, every in (
+        ("--non-persistent-save-interval", local, "local-", hours[0]),
+        ("--save-interval", persistent, "", hours[1] if local else hours[0]),
+    ):
+        if saves:
+            blocked, total = (
+                median(row[f"{prefix}save-{name}-time"] for row in saves) for name in ("blocking", "total")
+            )
+            seconds = max(save_interval(blocked, 3600 * every), total)
+            lines.append(
+                f"{flag_name} {max(1, round(seconds / iteration))}: every {seconds:.0f} s, for a failure every "
+                f"{every:g} h; a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration {iteration:.3f} s, "
+                f"a restart {restart:.0f} s"
+            )
+    return lines
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
     """Our own options, and those of the run by field name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,6 +89,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         default=4.0,
         help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
     )
+    parser.add_argument("--mtbf-hours", type=float, nargs="+", metavar=("H", "H2"), help=MTBF_HELP)
+    parser.add_argument("--measured", type=Path, metavar="RUN", help="the --save directory of a run, for --mtbf-hours")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the pipeline schedule and the memory of stages")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead; sizes in bytes")
     options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
@@ -126,15 +169,22 @@ def main(argv: Sequence[str]) -> int:
     config, plan = make_plan(given, world_size)
     needed, available, reserve = plan.largest, (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
     fits = not limited or needed + reserve <= available
+    intervals = []
+    if options.mtbf_hours is not None:
+        if options.measured is None or min(options.mtbf_hours) <= 0 or len(options.mtbf_hours) > 2:
+            raise ValueError("--mtbf-hours takes one or two positive numbers, and --measured, the --save of a run")
+        intervals = save_intervals(read_record(options.measured), options.mtbf_hours)
     better = [] if fits else alternatives(given, world_size, needed)
     if options.plot is not None:
         plan_picture(plan, options.plot, available if limited else None, reserve if limited else 0.0)
     if options.json:
         ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
-        answer = {"fits": fits, "alternatives": ways} if limited else {}
+        answer: dict[str, Any] = {"fits": fits, "alternatives": ways} if limited else {}
+        answer |= {"save_intervals": intervals} if intervals else {}
         print(json.dumps(as_json(config, plan, world_size) | answer, indent=2))
         return 0 if fits else 1
     print(plan_page(config, world_size, plan))
+    print("".join(f"\n{line}" for line in intervals), end="\n" if intervals else "")
     if limited:
         print(f"\n{verdict(needed, available, reserve)}")
     for flags, size in better:

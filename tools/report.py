@@ -22,38 +22,12 @@ from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.progress import Progress
-from megatron.training.reporting.run_record import RecordedStart, finite, read_record
+from megatron.training.reporting.run_record import RecordedStart, finite, goodput, kept_until, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
 
 Row = dict[str, Any]
-
-
-def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
-    """For each start the last iteration that no later start did again."""
-    limits, limit = [], sys.maxsize
-    for start in reversed(starts):
-        limits.append(limit)
-        limit = min(limit, start.first)
-    return limits[::-1]
-
-
-def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
-    """Where the time from the first line to the last went, in seconds."""
-    spent = {"training": 0.0, "done again later": 0.0, "held up by saves": 0.0, "starting": 0.0, "between starts": 0.0}
-    ended = starts[0].began
-    for start, limit in zip(starts, kept_until(starts), strict=True):
-        spent["between starts"] += max(0.0, start.began - ended)
-        spent["starting"] += start.start["time"] - start.began
-        spent["held up by saves"] += sum(row["values"]["save-blocking-time"] for row in saves_of(start))
-        for row in start.intervals:
-            again = min(max(0, row["iteration"] - limit), row["iterations"]) / row["iterations"]
-            spent["done again later"] += again * row["seconds"]
-            spent["training"] += (1 - again) * row["seconds"]
-        ended = max(ended, start.ended)
-    spent["evaluation and other"] = max(0.0, ended - starts[0].began - sum(spent.values()))
-    return spent
 
 
 def saves_of(start: RecordedStart) -> list[Row]:

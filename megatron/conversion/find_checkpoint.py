@@ -146,7 +146,8 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
 
 
 def iteration_of(directory: Path) -> int:
-    return int(directory.name.removeprefix("iter_"))
+    """That of a checkpoint in a directory of them, or on the nodes' disks (`iter_0000010-<save>`)."""
+    return int(directory.name.removeprefix("iter_").partition("-")[0])
 
 
 def saved_iterations(root: str | Path) -> list[int]:

@@ -9,6 +9,7 @@ Left out are scalars, the loss's two numbers per token, and gradients of norms.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.core.parallel_state import ParallelState
@@ -194,3 +195,12 @@ def _tied_embedding(run: RunShape, chunks: list[EmptyChunk], dp_size: int) -> Tr
     if not tied:
         return Traffic(1)
     return Traffic(2, all_reduce=4 * sum(tied) // (dp_size if run.ddp.use_distributed_optimizer else 1))
+
+
+def save_interval(cost: float, mtbf: float) -> float:
+    """Seconds of training between saves that lose least, if a save costs `cost` seconds and the mean time between
+    failures is `mtbf` seconds (J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006)."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost

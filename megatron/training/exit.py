@@ -65,6 +65,7 @@ class SaveAndExit(NamedTuple):
     """The same on every rank."""
 
     save: bool
+    save_locally: bool
     leave: Exit | None
 
 
@@ -96,6 +97,7 @@ class SaveAndExitPolicy:
         self._minutes = training.exit_duration_in_mins
         self._exit_interval = training.exit_interval
         self._save_interval, self._save_secs = checkpoint.save_interval, checkpoint.save_interval_secs
+        self._local_interval = checkpoint.non_persistent_save_interval
         saves_behind_training = checkpoint.save is not None and checkpoint.async_save
         self._may_fail = checkpoint.exit_on_save_failure and saves_behind_training
         self._clock, self._start, self._last_save = clock, started, clock()
@@ -118,7 +120,7 @@ class SaveAndExitPolicy:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
             self._exchange.start(self._votes(seconds))
-        return SaveAndExit(save, leave)
+        return SaveAndExit(save, is_multiple(iteration, self._local_interval) and not save, leave)
 
     def finish(self) -> None:
         """Complete the last exchange, which other ranks may be waiting in."""

@@ -86,6 +86,7 @@ class Run:
     clock: Callable[[], float] = time.monotonic  # that of --save-interval-secs and --exit-duration-in-mins
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     loaded: str | None = None  # the checkpoint that it continues from
+    loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded

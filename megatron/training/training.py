@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron.conversion.find_checkpoint import iteration_of
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
@@ -23,12 +22,15 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
+    common_state,
+    open_local_tier,
     save_checkpoint,
     save_hf,
+    state_to_save,
     take_save_directory,
 )
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
-from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
+from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
@@ -73,9 +75,10 @@ def pretrain(
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
     generation = take_save_directory(config)
+    tier = open_local_tier(config.checkpoint, generation)
 
     # Find the checkpoint before the model is built: it may have a say in the vocabulary.
-    start = find_start(config.checkpoint)
+    start = find_start(config.checkpoint, tier)
     if adopt_end_of_document(config, start):
         tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
@@ -85,9 +88,9 @@ def pretrain(
     # Build and load.
     run = build_run(config, ps, device, model_provider, forward_step)
     run.started, run.clock = started, clock
-    run.saver.own(generation)
+    run.saver.own(generation, tier)
     check_hf_target(run)
-    load_checkpoint(run, start)
+    load_checkpoint(run, start, tier)
     if config.checkpoint.ckpt_convert_format is not None:
         save_converted(run)
         return run
@@ -179,7 +182,7 @@ def train(run: Run, data: Data) -> None:
             profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, nan_check)
             iteration = run.state.iteration
-            save, leave = policy.after(iteration, run.clock() - began)
+            save, save_locally, leave = policy.after(iteration, run.clock() - began)
             is_last = leave is not None or run.is_complete
 
             # Report first: the line must not be lost with an evaluation or a save that fails.
@@ -194,6 +197,8 @@ def train(run: Run, data: Data) -> None:
                     evaluate_split(run, data.valid, "validation")
             if save or is_last:
                 save_if_finite(run, log, nan_check)
+            elif save_locally:
+                save_if_finite(run, log, nan_check, locally=True)
             run.saver.after_iteration()
             report_saves(run)
             if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
@@ -230,12 +235,14 @@ def _garbage_collection(manual: bool) -> Iterator[None]:
         gc.enable()
 
 
-def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
+def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False) -> None:
     """Save, unless the last loss was not finite. Only a save that training waits for anyway waits for the device."""
     config, since = run.config.checkpoint, time.perf_counter()
     with nullcontext() if config.async_save else log.paused():
         nan_check.finish()
-        if config.save is not None:
+        if locally:
+            run.saver.save_locally(state_to_save(run), run.state.iteration, common_state(run), since)
+        elif config.save is not None:
             save_checkpoint(run, config.save, config.ckpt_format, since)
 
 
@@ -319,9 +326,9 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
 
 def report_saves(run: Run) -> None:
     """Points of the saves that were committed since the last call."""
-    for committed in run.saver.take_committed():
+    for iteration, points in run.saver.take_committed():
         for writer in run.writers:
-            writer.scalars(scalars(committed), iteration_of(committed.directory))
+            writer.scalars(points, iteration)
 
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:

@@ -31,6 +31,13 @@ def test_the_parser_takes_every_flag(script, tmp_path):
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/checkpoints")
 
 
+def test_a_local_disk_adds_a_tier(tmp_path):
+    launch = launched(["bash", "examples/slurm/pretrain.sbatch"], tmp_path, LOCAL_DISK="/nvme/a b", **slurm(tmp_path))
+    checkpoint = parse_args(launch.flags, launch.world_size).checkpoint
+    assert checkpoint.non_persistent_local_ckpt_dir == "/nvme/a b"
+    assert checkpoint.replication and checkpoint.async_save and checkpoint.non_persistent_save_interval == 50
+
+
 def test_kubernetes(tmp_path):
     command, variables, pods = pod_command("examples/kubernetes/pytorchjob.yaml")
     launch = launched(command, tmp_path, **variables)
@@ -39,6 +46,7 @@ def test_kubernetes(tmp_path):
     config = parse_args(launch.flags, launch.world_size)
     assert config.parallel.dp_size(launch.world_size) == 4
     assert config.checkpoint.save == "/data/run/checkpoints"
+    assert config.checkpoint.non_persistent_local_ckpt_dir == "/local"
     text = (ROOT / "examples/kubernetes/pytorchjob.yaml").read_text()
     grace = int(re.search(r"terminationGracePeriodSeconds: (\d+)", text)[1])
     assert config.training.exit_signal_handler and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace

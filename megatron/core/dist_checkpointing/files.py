@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
 from megatron.core.object_storage import ObjectPath, path_of
 
+RUN = ".run"  # its random content names the run that is saved here, for what the nodes keep of it
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
@@ -40,11 +42,26 @@ _PENDING, _DELETING = ".saving-", ".deleting-"
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
     """Name the latest checkpoint of `save_directory`; to be called when it is committed, never before."""
-    path, content = path_of(save_directory) / TRACKER, str(iteration).encode()
+    _write_whole(path_of(save_directory) / TRACKER, str(iteration).encode())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     if isinstance(path, ObjectPath):
         path.store.put(path.key, content)
     else:
         write_durably(path, content)
+
+
+def run_name(save_directory: Path) -> str:
+    """A name for the run that is saved to this directory, made by its owner at the first start.
+
+    A copy of the directory is another run, and so is one that was emptied.
+    """
+    path = save_directory / RUN
+    if not path.is_file():
+        _write_whole(path, secrets.token_hex(8).encode())
+    where = str(save_directory.resolve()).encode()
+    return xxhash.xxh3_64_hexdigest(path.read_bytes() + where)
 
 
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:

@@ -16,6 +16,7 @@ import socket
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
-from megatron.core.dist_checkpointing.files import remove_unfinished
+from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
@@ -43,6 +45,7 @@ from megatron.training.checkpoint.args import make_namespace
 from megatron.training.checkpoint.fp8_state import fp8_state
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
+from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
 
@@ -51,6 +54,12 @@ logger = logging.getLogger(__name__)
 
 def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None) -> None:
     """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
+    rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
+    run.saver.save(state_to_save(run), path_of(root), run.state.iteration, common_state(run), rewrite, since)
+
+
+def state_to_save(run: Run) -> ShardedStateDict:
+    """All that the ranks hold of the run."""
     config = run.config.checkpoint
     model = model_state(run)
     empty = extra_states(model, run.config.model.experts)
@@ -59,8 +68,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
         state |= _generators(run)
-    rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state, path_of(root), run.state.iteration, common_state(run), rewrite, since)
+    return state
 
 
 def _generators(run: Run) -> ShardedStateDict:
@@ -201,6 +209,20 @@ def take_save_directory(config: Config) -> Generation | None:
         generation.check()  # raises: another start has already taken the directory over
     _check_shared(root, seen)
     return generation
+
+
+def open_local_tier(config: CheckpointConfig, generation: Generation | None) -> LocalTier | None:
+    """Where the nodes keep checkpoints on their own disks; None without --non-persistent-ckpt-type. Collective."""
+    directory = config.non_persistent_local_ckpt_dir
+    if generation is None or config.non_persistent_ckpt_type is None or directory is None:
+        return None
+    run = Coordination.of(None).at_coordinator(lambda: run_name(generation.root))
+    return LocalTier.create(
+        Path(os.path.expandvars(directory)) / run,
+        config.replication_factor if config.replication else 1,
+        config.replication_jump,
+        timedelta(minutes=config.ckpt_save_timeout_minutes),
+    )
 
 
 def _take(root: Path) -> Generation:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.convert import Hints, open_found
-from megatron.conversion.find_checkpoint import Found, find_checkpoint
+from megatron.conversion.find_checkpoint import Found, NoCheckpointError, find_checkpoint
 from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
+from megatron.core.dist_checkpointing.loading.spread_checkpoint import HeldCheckpoint, SpreadCheckpoint, find_held
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
@@ -37,19 +39,32 @@ class Start(NamedTuple):
     directory: Path
     source: Source
     weights_only: bool
+    local: SpreadCheckpoint | None = None  # it lies on the nodes' disks, and is open
+    damaged: frozenset[str] = frozenset()  # newer ones there that could not be used
 
 
-def find_start(config: CheckpointConfig) -> Start | None:
+def find_start(
+    config: CheckpointConfig, tier: LocalTier | None = None, damaged: frozenset[str] = frozenset()
+) -> Start | None:
     """The checkpoint to continue from; None: from scratch, if that is what the flags mean. Collective.
 
     Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
-    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet.
+    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet. A run that
+    continues itself also takes what the nodes have on their disks (`tier`), if that is newer; not the `damaged` ones.
     """
     coordination = Coordination.of(None)
-    answer = coordination.at_coordinator(lambda: _choose(config))
+    held = [] if tier is None or not _continues_itself(config) else find_held(tier)
+    held = [checkpoint for checkpoint in held if checkpoint.name not in damaged]
+    answer = coordination.at_coordinator(lambda: _choose(config, held))
     if answer is None:
+        if damaged:
+            raise CheckpointError(f"{config.load} holds no checkpoint to take instead of the damaged ones")
         return None
     found, weights_only = answer
+    if isinstance(found, HeldCheckpoint):
+        assert tier is not None
+        start = _open_local(config, tier, found, damaged)
+        return start or find_start(config, tier, damaged | {found.name})
     hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
     source: Source | None = None
     error: ValueError | None = None
@@ -62,10 +77,44 @@ def find_start(config: CheckpointConfig) -> Start | None:
     return Start(found.directory, source, weights_only)
 
 
-def _choose(config: CheckpointConfig) -> tuple[Found, bool] | None:
-    """On rank 0: what to load, and whether only its weights count."""
+def _continues_itself(config: CheckpointConfig) -> bool:
+    """Whether the newest of what this run has saved is meant."""
+    if config.load is None or config.save is None or config.finetune or config.ckpt_step is not None:
+        return False
+    return path_of(config.load).resolve() == path_of(config.save).resolve()
+
+
+def _open_local(
+    config: CheckpointConfig, tier: LocalTier, held: HeldCheckpoint, damaged: frozenset[str]
+) -> Start | None:
+    """None if it cannot be used, as rank 0 says then. Collective."""
+    local, error = SpreadCheckpoint(tier, held), None
+    try:
+        hints = Hints(optimizer=not config.no_load_optim, as_saved=True)  # all that is read is verified in any case
+        source = open_found(Found(local.directory, "torch_dist"), hints)
+    except ValueError as caught:
+        error = caught
+    try:
+        Coordination.of(None).raise_together(error)
+    except CheckpointError as refusal:
+        local.close()
+        logger.warning(f"{refusal}: taking an older checkpoint")
+        return None
+    return Start(local.directory, source, False, local, damaged)
+
+
+def _choose(config: CheckpointConfig, held: list[HeldCheckpoint]) -> tuple[Found | HeldCheckpoint, bool] | None:
+    """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have, newest first."""
     # 1. What this run, or the one before it, has saved.
-    found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
+    try:
+        found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
+    except NoCheckpointError as error:
+        if not held:
+            raise
+        logger.warning(str(error))
+        found = None
+    if held and (found is None or held[0].order > read_lineage(found.directory).branch[-1]):
+        return held[0], False
     if found is not None:
         if found.note is not None:
             logger.warning(found.note)
@@ -137,14 +186,28 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
     return True
 
 
-def load_checkpoint(run: Run, start: Start | None) -> None:
+def load_checkpoint(run: Run, start: Start | None, tier: LocalTier | None = None) -> None:
     """Continue where a checkpoint ended, whatever layout or program wrote it. Collective.
 
     Every rank reads the boxes it holds. From a checkpoint without training state (Hugging Face) a run takes the weights
-    and starts at iteration 0.
+    and starts at iteration 0. In place of one on the nodes' disks that turns out to be damaged the next older one is
+    taken.
     """
-    if start is None:
-        return
+    while start is not None and start.local is not None:
+        try:
+            _load(run, start)
+            return
+        except CheckpointError as error:
+            logger.warning(f"{error}\n   taking an older checkpoint")
+            damaged = start.damaged | {start.directory.name}
+        finally:
+            start.local.close()
+        start = find_start(run.config.checkpoint, tier, damaged)
+    if start is not None:
+        _load(run, start)
+
+
+def _load(run: Run, start: Start) -> None:
     config, source, began = run.config.checkpoint, start.source, time.perf_counter()
 
     # Decide what to take, and check that it fits before anything changes.
@@ -182,10 +245,10 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
         _restore_generators(run, objects.get(rng))
         restore_fp8_state(run, model, objects, source.args)
     if not start.weights_only:
-        run.saver.continue_from(start.directory)
+        run.saver.continue_from(start.directory, start.local is not None)
     run.loaded = source.description
     what = "weights and optimizer" if with_optimizer else "weights"
-    seconds = time.perf_counter() - began
+    seconds = run.loading_seconds = time.perf_counter() - began
     logger.info(f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s")
 
 

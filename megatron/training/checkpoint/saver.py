@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
     Lineage,
+    SaveHandle,
     SaveReport,
     read_lineage,
     staging_for_waiting,
     write_tracker,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting import console
@@ -47,28 +51,34 @@ class CheckpointSaver:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._saver: AsyncSaver | None = None
+        # Another one, so that a slow upload does not hold up what goes to the own disk. It has its own host buffers.
+        self._local_saver: AsyncSaver | None = None
+        self._tier: LocalTier | None = None
+        self._nodes: LocalSaver | None = None
+        self._loaded_locally: str | None = None
         self._policy = RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
         self._generation: Generation | None = None
         self._retention: Retention | None = None
         self._start: Lineage | None = None  # of the checkpoint that this start continues from
         self._parent: int | None = None  # iteration of the checkpoint before
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
-        self._committed: list[SaveReport] = []
+        self._committed: list[tuple[int, dict[str, float]]] = []
         self._removals: list[tuple[int, str]] = []  # level and text, logged after the save that made room
-        self._waited = 0.0  # seconds that training waited before the last save could begin
         self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
 
-    def own(self, generation: Generation | None) -> None:
-        """Save to the directory of `generation` as its owner."""
-        self._generation = generation
+    def own(self, generation: Generation | None, tier: LocalTier | None = None) -> None:
+        """Save to the directory of `generation` as its owner, and to the disks of the nodes with a `tier`."""
+        self._generation, self._tier = generation, tier
         if generation is not None:
             self._retention = Retention(self._policy, generation)
 
-    def continue_from(self, loaded: Path) -> None:
-        """Checkpoints descend from `loaded`, if that lies in the directory that they are saved to."""
-        if self._generation is not None and loaded.parent.resolve() == self._generation.root.resolve():
+    def continue_from(self, loaded: Path, locally: bool = False) -> None:
+        """Checkpoints descend from `loaded`, if that lies in the directory that they are saved to, or on the nodes'
+        disks (`locally`)."""
+        self._loaded_locally = loaded.name if locally else None
+        if locally or (self._generation is not None and loaded.parent.resolve() == self._generation.root.resolve()):
             self._start = read_lineage(loaded)
             self._parent = self._start.iteration
 
@@ -89,7 +99,7 @@ class CheckpointSaver:
         since = time.perf_counter() if since is None else since
         if self._saver is None:
             self._saver = self._make_saver()
-        self.finish()
+        self._report(self._saver.finish(), together=True)
         # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
         generation = self._generation if self._generation is not None and root == self._generation.root else None
         lineage = self._lineage(generation, iteration)
@@ -102,8 +112,8 @@ class CheckpointSaver:
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, loss)
 
-        self._waited = time.perf_counter() - since
-        self._saver.save(
+        waited = time.perf_counter() - since
+        handle = self._saver.save(
             state,
             iteration_directory(root, iteration),
             common=common,
@@ -113,25 +123,50 @@ class CheckpointSaver:
             beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
             on_commit=on_commit,
         )
+        self._begun(handle, waited)
+
+    def save_locally(self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float) -> None:
+        """The same, on the disks of the nodes."""
+        assert self._tier is not None and self._generation is not None
+        if self._nodes is None or self._local_saver is None:
+            self._nodes = LocalSaver(self._tier, self._generation, self._loaded_locally)
+            self._local_saver = self._make_saver()
+        self._report(self._local_saver.finish(), together=True)
+        waited = time.perf_counter() - since
+        handle = self._local_saver.save(
+            state,
+            self._tier.root,
+            common=common,
+            pending=partial(self._nodes.checkpoint, iteration),
+            beside={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
+        )
+        self._begun(handle, waited)
+
+    def _begun(self, handle: SaveHandle, waited: float) -> None:
+        """`waited`: seconds that training was held up before."""
+        handle.report.blocking += waited
         if self._config.async_save:
             self.after_iteration()
         else:
             self.finish()
 
+    @property
+    def _savers(self) -> list[AsyncSaver]:
+        return [saver for saver in (self._saver, self._local_saver) if saver is not None]
+
     def before_update(self) -> None:
         """Wait until the tensors of a save under way may change."""
-        if self._saver is not None:
-            self._saver.wait_staged()
+        for saver in self._savers:
+            saver.wait_staged()
 
     def after_iteration(self) -> None:
         """Report the saves that have ended."""
-        if self._saver is not None:
-            self._report(self._saver.poll(), together=False)
+        for saver in self._savers:
+            self._report(saver.poll(), together=False)
 
     def finish(self) -> None:
-        """Wait for the save under way."""
-        if self._saver is not None:
-            self._report(self._saver.finish(), together=True)
+        """Wait for the saves under way."""
+        self._report([report for saver in self._savers for report in saver.finish()], together=True)
 
     def stop(self) -> None:
         """Raise what a save behind training failed with."""
@@ -144,17 +179,19 @@ class CheckpointSaver:
         finally:
             if self._retention is not None:
                 self._retention.close()
-            if self._saver is not None:
-                self._saver.close()
-                self._saver = None
+            for saver in self._savers:
+                saver.close()
+            if self._nodes is not None:
+                self._nodes.close()
+            self._saver = self._local_saver = self._nodes = None
 
     def check_last_save(self) -> None:
         """Raise SaveFailedError if the last save of the run has failed: it must not end as a success."""
         if self._last_failure is not None:
             raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
 
-    def take_committed(self) -> list[SaveReport]:
-        """Of the saves that were committed since the last call."""
+    def take_committed(self) -> list[tuple[int, dict[str, float]]]:
+        """Iteration and points for TensorBoard of the saves that were committed since the last call."""
         committed, self._committed = self._committed, []
         return committed
 
@@ -193,35 +230,45 @@ class CheckpointSaver:
     def _report(self, reports: list[SaveReport], together: bool) -> None:
         """`together`: all ranks have reached this point, so that all can stop here."""
         for report in reports:
+            locally = self._tier is not None and report.directory.parent == self._tier.root
             if report.error is None:
-                self._report_success(report)
+                self._report_success(report, locally)
                 continue
-            self._last_failure = message = f"{report.directory} was not saved: {report.error}"
-            if self._must_succeed or report.superseded:
+            message = f"{report.directory} was not saved: {report.error}"
+            if not locally:
+                self._last_failure = message
+            if (self._must_succeed and not locally) or report.superseded:
                 self.failure = message
             else:
                 logger.warning(f"{message}. Training continues; the checkpoint before it is still the newest")
         if together and self.failure is not None:
             self.stop()
 
-    def _report_success(self, report: SaveReport) -> None:
-        report.blocking += self._waited
-        self.expected_seconds = report.total
-        self._committed.append(report)
-        self._parent, self._last_failure = iteration_of(report.directory), None
+    def _report_success(self, report: SaveReport, locally: bool) -> None:
+        iteration, points = iteration_of(report.directory), scalars(report)
+        self._committed.append(
+            (iteration, {f"local-{name}": value for name, value in points.items()} if locally else points)
+        )
+        if not locally:
+            self.expected_seconds = report.total
+            self._parent, self._last_failure = iteration, None
         console.report(  # in Megatron-LM's words, which other programs wait for
-            f"  successfully saved checkpoint from iteration {self._parent:7d} to {report.directory.parent}",
-            event="save",
+            f"  successfully saved {'local ' if locally else ''}checkpoint from iteration {iteration:7d} to "
+            f"{report.directory.parent}",
+            event="local-save" if locally else "save",
             directory=str(report.directory),
-            iteration=self._parent,
-            **scalars(report),
+            iteration=iteration,
+            **points,
         )
         milliseconds = f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
         speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
         logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
-        for level, text in self._removals:
-            logger.log(level, text)
-        self._removals = []
+        if report.warning is not None:
+            logger.warning(f"{report.directory.name}: {report.warning}")
+        if not locally:
+            for level, text in self._removals:
+                logger.log(level, text)
+            self._removals = []
 
 
 def scalars(report: SaveReport) -> dict[str, float]:

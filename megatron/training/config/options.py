@@ -134,6 +134,8 @@ class LoggingConfig:
     """Print Megatron-LM's lines, or one JSON object per line."""
     print_args: bool = flag(False)
     """Print all arguments in Megatron-LM's form; <save>/run.json and TensorBoard always have them."""
+    goodput: bool = flag(False)
+    """At the end, report where the time of all starts since the first went; needs a --save on a file system."""
     log_params_norm: bool = flag(False)
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
@@ -222,6 +224,18 @@ class CheckpointConfig:
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """A save fails when no rank has written anything for this long."""
+    non_persistent_save_interval: int | None = flag(None, positive=True)
+    """Iterations between checkpoints that the nodes keep on their own disks; where --save is due, only that."""
+    non_persistent_ckpt_type: str | None = flag(None, choices=("local", "global", "in_memory"))
+    """What these are; only local is supported."""
+    non_persistent_local_ckpt_dir: str | None = flag(None)
+    """A directory on a disk of the node. Environment variables in it are expanded."""
+    replication: bool = flag(False)
+    """Keep copies of local checkpoints on the disks of other nodes."""
+    replication_jump: int | None = flag(None, positive=True)
+    """Copies of what a rank writes go to the ranks so far apart. Default: the number of ranks of a node."""
+    replication_factor: int = flag(2)
+    """Nodes that have a file of a local checkpoint, with --replication."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, instead of warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))

@@ -224,6 +224,32 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
         yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
 
 
+def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    kind, interval = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_save_interval
+    if kind in ("global", "in_memory"):
+        yield (
+            f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a shorter --save-interval "
+            "with --keep-last-n"
+        )
+    if checkpoint.replication and (kind is None or checkpoint.replication_factor < 2):
+        yield (
+            f"--replication with --replication-factor {checkpoint.replication_factor} needs a factor of at least 2 and "
+            "--non-persistent-ckpt-type local"
+        )
+    needed = {
+        "--non-persistent-ckpt-type": kind,
+        "--non-persistent-save-interval": interval,
+        "--non-persistent-local-ckpt-dir": checkpoint.non_persistent_local_ckpt_dir,
+        "--save (for when more nodes are lost than there are copies)": checkpoint.save,
+    }
+    missing = [name for name, value in needed.items() if value is None]
+    if missing and (kind is not None or interval is not None):
+        yield f"checkpoints on the nodes' disks need {' and '.join(missing)}"
+    if kind is not None and checkpoint.ckpt_format == "torch":
+        yield f"--non-persistent-ckpt-type {kind} needs --ckpt-format torch_dist"
+
+
 # The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts that it needs.
 CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
@@ -238,5 +264,6 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
     (_check_checkpoint, "training checkpoint"),
+    (_check_local_tier, "checkpoint"),
     (_check_profile_ranks, "profiling"),
 )

@@ -15,8 +15,9 @@ import json
 import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,37 @@ def read_record(save: str | Path) -> list[RecordedStart]:
                 start.end = row
         starts.append(start)
     return sorted(starts, key=lambda start: start.began)
+
+
+def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
+    """For each start the last iteration that no later start did again."""
+    limits, limit = [], sys.maxsize
+    for start in reversed(starts):
+        limits.append(limit)
+        limit = min(limit, start.first)
+    return limits[::-1]
+
+
+def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
+    """Where the time from the first line to the last went, in seconds."""
+    names = "training", "done again later", "held up by saves", "loading", "starting", "between starts"
+    spent = dict.fromkeys(names, 0.0)
+    ended = starts[0].began
+    for start, limit in zip(starts, kept_until(starts), strict=True):
+        loading = start.start.get("loading", 0.0)
+        spent["between starts"] += max(0.0, start.began - ended)
+        spent["loading"] += loading
+        spent["starting"] += start.start["time"] - start.began - loading
+        for row in start.points:
+            blocking = ("save-blocking-time", "local-save-blocking-time")
+            spent["held up by saves"] += sum(row["values"].get(name, 0.0) for name in blocking)
+        for row in start.intervals:
+            again = min(max(0, row["iteration"] - limit), row["iterations"]) / row["iterations"]
+            spent["done again later"] += again * row["seconds"]
+            spent["training"] += (1 - again) * row["seconds"]
+        ended = max(ended, start.ended)
+    spent["evaluation and other"] = max(0.0, ended - starts[0].began - sum(spent.values()))
+    return spent
 
 
 def _parse(line: str) -> Row | None:

@@ -27,7 +27,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer
-from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
+from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite, goodput, read_record
 from megatron.training.reporting.writers import RecordWriter, make_writers
 from megatron.training.run import ModelProvider, Run
 
@@ -143,8 +143,22 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     finally:
         if record is not None:
             record.write("end", iteration=run.state.iteration, **ended)
+            if config.logging.goodput and directory is not None:
+                _report_goodput(run, Path(directory))
         for writer in run.writers:
             writer.close()
+
+
+def _report_goodput(run: Run, save: Path) -> None:
+    """Where the time of all starts went (--goodput)."""
+    spent = goodput(read_record(save))
+    total = sum(spent.values()) or 1.0
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
+    line = f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
+    console.report(f" > {line}", event="goodput", seconds=spent)
+    for writer in run.writers:
+        points = {f"goodput/{name.replace(' ', '-')}": seconds for name, seconds in spent.items()}
+        writer.scalars(points, run.state.iteration)
 
 
 def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
@@ -156,6 +170,7 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
         "iteration": run.state.iteration,
         "consumed_samples": run.state.consumed_train_samples,
         "loaded": run.loaded,
+        "loading": round(run.loading_seconds, 3),
         "train_iters": run.train_iters,
         "world_size": run.ps.world_size,
         "layout": layout_name(config, run.ps.world_size),

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import math
 
 import pytest
 
+from megatron.planning.costs import save_interval
+from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
 
 spec = importlib.util.spec_from_file_location("plan_run_tool", ROOT / "tools/plan_run.py")
@@ -87,3 +90,30 @@ def test_notes_of_the_flags_are_told(capsys):
     arguments = ["--world-size", "8", *LLAMA_8B, "--sequence-parallel"]
     assert tool.main(arguments) == 0
     assert "note: --sequence-parallel is off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600.0), (5.0, 10800.0), (60.0, 3600.0)])
+def test_the_save_interval_loses_least(cost, mtbf):
+    """Against the expected time per second of training of an exponential failure law, searched by hand."""
+    waste = lambda seconds: math.expm1((seconds + cost) / mtbf) * mtbf / seconds  # noqa: E731
+    best = min((save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste)
+    assert save_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
+
+
+def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
+    """A local save that blocks 0.05 s and a failure every 2 h; a persistent one takes longer than its best interval."""
+    record = RunRecord(tmp_path, clock=lambda: 10.0)
+    record.write("start", iteration=0, began=0.0, loading=2.0)
+    record.write("interval", iteration=10, iterations=10, seconds=5.0)
+    for prefix, blocked, total in (("local-", 0.05, 1.0), ("", 0.1, 700.0)):
+        times = {f"{prefix}save-blocking-time": blocked, f"{prefix}save-total-time": total}
+        record.write("point", iteration=10, values=times)
+    assert tool.main([*LLAMA_8B, "--mtbf-hours", "2", "--measured", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    seconds = save_interval(0.05, 7200)
+    assert (
+        f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h" in text
+    )
+    assert "--save-interval 1400: every 700 s, for a failure every 20 h" in text and "a restart 10 s" in text
+    with pytest.raises(ValueError, match="--measured"):
+        tool.main([*LLAMA_8B, "--mtbf-hours", "2"])

@@ -64,13 +64,16 @@ def run(tmp_path):
 def test_goodput(run):
     starts = read_record(run)
     assert report.kept_until(starts)[:2] == [10, 40]
+    starts[1].start["loading"] = 2.0
+    starts[1].points.append({"values": {"local-save-blocking-time": 0.25}, "time": 0.0})
     assert report.goodput(starts) == {
         "training": 20.0 + 60.0 + 40.0,
         "done again later": 40.0,
-        "held up by saves": 1.5,
-        "starting": 15.0,
+        "held up by saves": 1.5 + 0.25,
+        "loading": 2.0,
+        "starting": 15.0 - 2.0,
         "between starts": 35.0 + 34.0,
-        "evaluation and other": pytest.approx(246 - 120 - 40 - 1.5 - 15 - 69),
+        "evaluation and other": pytest.approx(246 - 120 - 40 - 1.75 - 15 - 69),
     }
 
 

@@ -322,10 +322,14 @@ class _OpenObject(OpenFile):
         return length
 
 
+# By the kind of path; any other is one of this machine's file system.
+OPENERS: dict[type[Path], Callable[[Any], OpenFile]] = {ObjectPath: _OpenObject}
+
+
 def open_file(path: str | os.PathLike[str]) -> OpenFile:
     """Raises CheckpointError unless it is a regular file or an object, OSError if it is not there."""
     path = path_of(path)
-    return _OpenObject(path) if isinstance(path, ObjectPath) else OpenFile(path)
+    return OPENERS.get(type(path), OpenFile)(path)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:

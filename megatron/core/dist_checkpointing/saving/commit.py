@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.core.dist_checkpointing import files
-from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, checksum_records, checksums_of, seal_checksums
+from megatron.core.dist_checkpointing.format.checksums import (
+    CHECKSUMS,
+    FileChecksums,
+    checksum_records,
+    checksums_of,
+    seal_checksums,
+)
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
@@ -55,6 +61,7 @@ class Outcome(NamedTuple):
 
     error: str | None = None
     superseded: bool = False  # another start has taken over the directory
+    warning: str | None = None  # it is committed, but lacks something, such as a replica
 
 
 class SaveBarrier:
@@ -88,6 +95,16 @@ class SaveBarrier:
         # Counted after the appends: whoever is last knows that all of them are there.
         if self._store.add(self._key("reports"), 1) == self._size:
             self._store.set(self._key("ready"), "")
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Before `report`: what the checkpoint lacks on this rank."""
+        for text in warnings:
+            self._store.append(self._key("warnings"), f"rank {self._rank}: {text}\n")  # type: ignore[attr-defined]
+
+    def warnings(self) -> str | None:
+        """On rank 0 after `collect`: those of all ranks."""
+        key = self._key("warnings")
+        return self._store.get(key).decode().strip() if self._store.check([key]) else None
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on. The first failure is the one that is told."""
@@ -123,7 +140,7 @@ class SaveBarrier:
 
     def forget(self) -> None:
         """On rank 0, when no rank can ask for this save any more."""
-        names = ("begun", "objects", "reports", "ready", "failure", "progress", "outcome")
+        names = ("begun", "objects", "reports", "ready", "failure", "warnings", "progress", "outcome")
         for key in (*map(self._key, names), *self._buckets()):
             self._store.delete_key(key)
 
@@ -178,12 +195,13 @@ It calls its second argument now and then, with the bytes just written, so that 
 @dataclass
 class SaveReport:
     """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
-    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint;
-    `superseded` says that another start has taken over the directory."""
+    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint,
+    to which `warning` says what it lacks; `superseded` says that another start has taken over the directory."""
 
     directory: Path
     error: str | None = None
     superseded: bool = False
+    warning: str | None = None
     bytes: int = 0
     total_bytes: int = 0
     blocking: float = 0.0
@@ -202,11 +220,13 @@ class PendingCheckpoint:
     """A checkpoint that grows under another name and will be `directory`.
 
     Sequence of calls: `begin` on rank 0; then all ranks write through it as a `ShardTarget`; then, on rank 0, `commit`,
-    or `abandon` as often as need be.
+    or `abandon` as often as need be; then all ranks `end`. `warnings` are what the save has not achieved on this rank
+    although it can be committed.
     """
 
     def __init__(self, directory: Path, save_id: str, generation: Generation | None = None) -> None:
         self.directory, self.save_id, self.generation = directory, save_id, generation
+        self.warnings: list[str] = []
 
     @cached_property
     def pending(self) -> Path:
@@ -231,8 +251,9 @@ class PendingCheckpoint:
     def write_file(self, name: str, *parts: bytes) -> None:
         write_flushed(self.pending / name, *parts)
 
-    def flush(self) -> None:
-        fsync_directory(self.pending)
+    def finish(self, sums: Mapping[str, FileChecksums]) -> None:
+        if sums:
+            fsync_directory(self.pending)
 
     def commit(
         self,
@@ -257,7 +278,11 @@ class PendingCheckpoint:
             rewrite(self.pending, progress)
         for name, content in beside.items():
             self.write_file(name, content)
-        self.flush()
+        self._publish()
+
+    def _publish(self) -> None:
+        """All files are there."""
+        fsync_directory(self.pending)
         put_in_place(self.pending, self.directory)
 
     def _metadata_json(self) -> bytes:
@@ -275,3 +300,6 @@ class PendingCheckpoint:
     def abandon(self) -> None:
         """Remove everything, as far as possible."""
         discard(self.pending)
+
+    def end(self, outcome: Outcome) -> None:
+        """On every rank, when all know how the save has ended."""

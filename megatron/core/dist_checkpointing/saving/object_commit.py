@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import files
 from megatron.core.dist_checkpointing.format.checksums import (
     CHECKSUMS,
+    FileChecksums,
     checksum_records,
     checksums_of,
     decode_checksums,
@@ -85,7 +86,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         else:  # an old owner that wakes up must not change what its successor has committed
             put_checked(self.directory, name, content, self.generation.check)
 
-    def flush(self) -> None:
+    def finish(self, sums: Mapping[str, FileChecksums]) -> None:
         """Objects are durable when their upload has ended."""
 
     def commit(

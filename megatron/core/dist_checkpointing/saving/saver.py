@@ -97,7 +97,7 @@ class SaveHandle:
         return time.perf_counter() - self.started
 
     def finish(self, outcome: Outcome) -> None:
-        self.report.error, self.report.superseded = outcome
+        self.report.error, self.report.superseded, self.report.warning = outcome
         self.report.total = self.elapsed()
         self.report.commit = self.report.total - self.report.writing
         self._finished.set()
@@ -174,6 +174,7 @@ class AsyncSaver:
         common: dict[str, Any],
         volatile: Collection[str] = (),
         generation: Generation | None = None,
+        pending: Callable[[str], PendingCheckpoint] | None = None,
         before_writing: Callable[[], None] = lambda: None,
         rewrite: Rewrite | None = None,
         beside: Mapping[str, bytes] | None = None,
@@ -183,7 +184,7 @@ class AsyncSaver:
 
         `common` is stored by rank 0. `volatile` names tensors that the next forward or backward pass changes: they are
         copied before this returns, all others until `wait_staged`. With a `generation` the checkpoint appears only as
-        long as that owns the directory of checkpoints.
+        long as that owns the directory of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores the checkpoint in
         another form before it has its name; `beside` are small files that are added to it then; `on_commit` runs right
@@ -195,8 +196,8 @@ class AsyncSaver:
         self._count += 1
         save_id = f"{plan.nonce}-{self._count}"
         barrier = SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
-        pending = pending_checkpoint(path_of(directory), save_id, generation)
-        current = self._current = SaveHandle(plan, barrier, pending, started)
+        grows = pending_checkpoint(path_of(directory), save_id, generation) if pending is None else pending(save_id)
+        current = self._current = SaveHandle(plan, barrier, grows, started)
         try:
             current.snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
         except Exception as error:  # the other ranks must hear of it, so the save goes on and fails on all together
@@ -300,6 +301,7 @@ class AsyncSaver:
             outcome = self._agree(save, failure)
         except BaseException as error:  # contact with the others is lost, so this rank tells what it knows
             outcome = Outcome(_describe(failure or error))
+        save.pending.end(outcome)
         save.finish(outcome)
 
     def _write(self, save: SaveHandle, snapshot: _Snapshot, hooks: _Hooks) -> None:
@@ -328,6 +330,8 @@ class AsyncSaver:
         save.report.writing = save.elapsed()
         name_of = save.pending.name_of
         objects = {key: place._replace(file=name_of(place.file)) for key, place in snapshot.objects.items()}
+        if not self._coordination.is_coordinator:  # which may have some more to tell after the commit
+            save.barrier.warn(save.pending.warnings)
         save.barrier.report(objects, checksum_records(checksums))
 
     def _commit(self, save: SaveHandle, snapshot: _Snapshot, hooks: _Hooks) -> None:
@@ -336,6 +340,7 @@ class AsyncSaver:
         assert save.plan.metadata is not None
         metadata, alive = save.plan.metadata.encode(objects, save.pending.name_of), save.barrier.show_progress
         save.pending.commit(checksums, metadata, snapshot.common, hooks.beside, hooks.rewrite, alive)
+        save.barrier.warn(save.pending.warnings)
         try:
             hooks.on_commit()
         except SupersededError:
@@ -349,9 +354,11 @@ class AsyncSaver:
             if failure is not None:
                 save.barrier.fail(_describe(failure))
             return save.barrier.await_end()
-        if failure is not None:
+        if failure is None:
+            outcome = Outcome(warning=save.barrier.warnings())
+        else:
             failure = save.pending.explain(failure)
-        outcome = Outcome() if failure is None else Outcome(_describe(failure), isinstance(failure, SupersededError))
+            outcome = Outcome(_describe(failure), isinstance(failure, SupersededError))
         save.barrier.end(outcome)
         if failure is not None and not isinstance(failure, _AfterCommitError):
             self._leftover = save.pending

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -49,8 +49,8 @@ class ShardTarget(Protocol):
         """A small file as a whole."""
         ...
 
-    def flush(self) -> None:
-        """After the last file: make the names durable."""
+    def finish(self, sums: Mapping[str, FileChecksums]) -> None:
+        """After the last file of this rank: make the names durable. `sums` are those of its files."""
         ...
 
 

@@ -204,8 +204,7 @@ class StageAndWrite:
             if isinstance(checksums, BaseException):
                 raise checksums
             result[target.name_of(file.name)] = checksums
-        if result:
-            target.flush()
+        target.finish(result)
         return result
 
     def abort(self) -> None:

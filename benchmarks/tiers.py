@@ -1,0 +1,199 @@
+"""What a checkpoint costs on the nodes' own disks, with and without copies, and what it saves after a node is lost.
+
+Two processes are two nodes. All is measured in one run, in turns; reported are medians. "lost" is the training time
+that a save costs: a window of iterations (GEMMs, then an update) with a save against the same without. The window ends
+when the save has. CPU seconds are those of a whole process beyond what the same iterations take without a save.
+
+    python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
+    python benchmarks/tiers.py --size-gb 0.2 --turns 3
+    AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix     # object storage as well
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor, load, save  # noqa: E402
+from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held  # noqa: E402
+from megatron.core.dist_checkpointing.local_tier import LocalTier  # noqa: E402
+from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver  # noqa: E402
+from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
+
+COLUMNS, TENSORS = 4096, 8
+WAYS = ("own disk", "own disk and a copy")
+
+
+class Training:
+    """Iterations of GEMMs and one update of the state, which must wait until it is staged."""
+
+    def __init__(self, size_gb: float, rank: int, size: int) -> None:
+        rows = int(size_gb * 1e9 / size / TENSORS / COLUMNS / 4)
+        self.tensors = [torch.full((rows, COLUMNS), float(rank + number)) for number in range(TENSORS)]
+        names = (f"layers.{number}" for number in range(TENSORS))
+        self.state = {
+            name: ShardedTensor.split(name, tensor, 0, rank, size)
+            for name, tensor in zip(names, self.tensors, strict=True)
+        }
+        self.bytes = sum(tensor.nbytes for tensor in self.tensors)
+        self._matrix = torch.randn(768, 768)
+
+    def iterate(self, before_update) -> None:
+        for _ in range(12):
+            self._matrix @ self._matrix
+        before_update()
+        for tensor in self.tensors:
+            tensor[:8].add_(0)
+
+
+def window(training, saver, begin):
+    """(iterations, seconds, CPU seconds, report) until the save that `begin` starts has ended."""
+    wall, cpu, iterations = time.perf_counter(), time.process_time(), 0
+    handle = begin()
+    while not handle.done() or iterations < 3:
+        training.iterate(saver.wait_staged)
+        iterations += 1
+    (report,) = saver.finish()
+    assert report.error is None and report.warning is None, report
+    return iterations, time.perf_counter() - wall, time.process_time() - cpu, report
+
+
+def per_iteration(training, count=20):
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        training.iterate(lambda: None)
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def measure_saves(rank, size, training, root, turns):
+    results = defaultdict(lambda: defaultdict(list))
+    savers = {}
+    for copies, way in enumerate(WAYS, 1):
+        tier = LocalTier.create(root / f"copies{copies}" / f"node{rank}", copies)
+        savers[way] = AsyncSaver(), LocalSaver(tier, Generation(root, 1, ""), None)
+        savers[way][0].prepare(training.state)
+    for turn in range(turns + 1):
+        for way, (saver, nodes) in savers.items():
+            dist.barrier()
+            wall, cpu = per_iteration(training)
+            dist.barrier()
+            pending = partial(nodes.checkpoint, turn + 1)
+            begin = partial(saver.save, training.state, root, common={"iteration": 1}, pending=pending)
+            iterations, seconds, cpu_seconds, report = window(training, saver, begin)
+            if turn:  # the first one warms up
+                results[way]["training blocked, ms"].append(report.blocking * 1e3)
+                results[way]["training time lost, ms"].append((seconds - iterations * wall) * 1e3)
+                results[way]["until committed, s"].append(report.total)
+                results[way]["CPU s per GB saved"].append((cpu_seconds - iterations * cpu) / training.bytes * 1e9)
+    for saver, nodes in savers.values():
+        saver.close()
+        nodes.close()
+    return results
+
+
+def measure_loads(rank, size, training, root, turns):
+    """The disk of node 1 is gone: what it held is read from node 0. Against the same from a shared directory."""
+    results = defaultdict(lambda: defaultdict(list))
+    save(training.state, root / "persistent", common={"iteration": 1})
+    if rank == 1:
+        shutil.rmtree(root / "copies2" / "node1")
+    for _ in range(turns):
+        dist.barrier()
+        started = time.perf_counter()
+        tier = LocalTier.create(root / "copies2" / f"node{rank}", 2)
+        held = [find_held(tier)]
+        dist.broadcast_object_list(held, 0)
+        local = SpreadCheckpoint(tier, held[0][0])
+        results["from the copies"]["find and open, s"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        load(training.state, local.directory)
+        local.close()
+        results["from the copies"]["read, exchange and verify, s"].append(time.perf_counter() - started)
+        dist.barrier()
+        started = time.perf_counter()
+        load(training.state, root / "persistent", verify=True)
+        results["from a shared directory"]["read, exchange and verify, s"].append(time.perf_counter() - started)
+    return results
+
+
+def measure_store(rank, size, training, prefix, turns):
+    """Against the same bytes as one plain upload and one plain download of obstore for each rank."""
+    results = defaultdict(lambda: defaultdict(list))
+    content = b"".join(tensor.numpy().tobytes() for tensor in training.tensors)
+    with AsyncSaver() as saver:
+        for turn in range(turns):
+            path = path_of(f"{prefix}/{turn}-{rank}")
+            dist.barrier()
+            started = time.perf_counter()
+            upload = path.store.upload(path.key, len(content))
+            for offset in range(0, len(content), PART_SIZE):
+                upload.write(content[offset : offset + PART_SIZE])
+            upload.close()
+            dist.barrier()
+            results["plain obstore"]["put, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+            cpu = time.process_time()
+            report = saver.save(training.state, f"{prefix}/iter_{turn:07d}", common={"iteration": 1}).wait()
+            saver.finish()
+            assert report.error is None, report
+            results["checkpoint"]["CPU s per GB saved"].append((time.process_time() - cpu) / len(content) * 1e9)
+            results["checkpoint"]["put, GB/s"].append(report.gb_per_second)
+            dist.barrier()
+            started = time.perf_counter()
+            for offset in range(0, len(content), 64 << 20):
+                path.store.get_range(path.key, offset, min(64 << 20, len(content) - offset))
+            dist.barrier()
+            results["plain obstore"]["get, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+            started = time.perf_counter()
+            load(training.state, f"{prefix}/iter_{turn:07d}")
+            dist.barrier()
+            results["checkpoint"]["get, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+    return results
+
+
+def worker(rank, size, options, root, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    training = Training(options.size_gb, rank, size)
+    tables = [measure_saves(rank, size, training, root, options.turns)]
+    tables.append(measure_loads(rank, size, training, root, options.turns))
+    if options.store:
+        tables.append(measure_store(rank, size, training, options.store, options.turns))
+    if rank == 0:
+        print(f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns")
+        for results in tables:
+            rows = dict.fromkeys(name for values in results.values() for name in values)
+            print(f"\n| {'':32} | {' | '.join(results)} |\n|{'---|' * (len(results) + 1)}")
+            for row in rows:
+                cells = [f"{statistics.median(v[row]):.3g}" if row in v else "" for v in results.values()]
+                print(f"| {row:32} | {' | '.join(cells)} |")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size-gb", type=float, default=1.6, help="of all nodes together")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--directory", default=".", help="on the disk to measure")
+    parser.add_argument("--store", help="s3://bucket/prefix")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-") as root:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port
+        del store
+        mp.spawn(worker, (2, options, Path(root), port), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a neighbour fails."""
+
+import resource
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import AsyncSaver, Box, CheckpointError, Generation, Reader, ShardedTensor
+from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
+from megatron.core.dist_checkpointing.local_tier import LocalTier, cliques
+from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
+
+ROWS = 50_000  # of rank 0, which writes 4 MB; rank 1 writes 80 bytes
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+@pytest.mark.parametrize(("size", "jump"), [(6, 1), (7, 2), (8, 2), (16, 4), (19, 4), (12, 4)])
+def test_every_rank_is_in_one_clique_whatever_the_size_of_the_world(size, jump, copies):
+    groups = cliques(size, jump, copies)
+    assert sorted(rank for group in groups for rank in group) == list(range(size))
+    for group in groups:
+        assert copies <= len(group) < 2 * copies and {rank % jump for rank in group} == {group[0] % jump}
+
+
+def test_too_few_ranks_for_the_copies():
+    with pytest.raises(CheckpointError, match="3 copies of what rank 0 writes, on ranks 4 apart, need 12 ranks"):
+        cliques(8, 4, 3)
+
+
+@contextmanager
+def files_up_to(limit):
+    """The kernel refuses to let a file of this process grow further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def state_of(rank, value):
+    big = torch.full((ROWS if rank == 0 else 1, 20), float(value))
+    return {"big": ShardedTensor("big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),))}
+
+
+class Node:
+    """A rank alone on its node, which saves 1, 2, 3 ... as the iterations of the same number."""
+
+    def __init__(self, rank, root):
+        self.rank = rank
+        self.tier = LocalTier.create(Path(root) / f"node{rank}", 2)
+        self.saver, self.nodes = AsyncSaver(workers=1), LocalSaver(self.tier, Generation(Path(root), 1, ""), None)
+
+    def save(self, iteration):
+        pending = partial(self.nodes.checkpoint, iteration)
+        options = {"common": {"iteration": iteration}, "pending": pending}
+        return self.saver.save(state_of(self.rank, iteration), self.tier.root, **options).wait()
+
+    def kept(self):
+        return [int(name[5:12]) for name in self.tier.names()]
+
+    def close(self):
+        self.saver.close()
+        self.nodes.close()
+
+
+def without_room(rank, size, root):
+    """Rank 1 has room for its own file alone, and then not even for that."""
+    node, told = Node(rank, root), []
+    for iteration, limit in enumerate((1 << 30, 1 << 20, 1 << 20, 50 if rank == 1 else 1 << 30, 1 << 30), 1):
+        with files_up_to(limit if rank == 1 else resource.RLIM_INFINITY):
+            report = node.save(iteration)
+        dist.barrier()
+        told.append((report.error, report.warning, node.kept()))
+    node.close()
+    return told
+
+
+def test_a_neighbour_without_room_costs_a_warning_and_a_rank_without_room_the_save(pool, tmp_path):
+    """The last save that has all its replicas stays until there is another one."""
+    for told in pool.run(without_room, 2, str(tmp_path)):
+        first, second, third, fourth, fifth = told
+        assert first == (None, None, [1])
+        assert second[0] is third[0] is None
+        assert "rank 0: no replica on rank 1: " in second[1] and "File too large" in second[1]
+        assert (second[2], third[2]) == ([1, 2], [1, 3])
+        assert "File too large" in fourth[0] and fourth[2] == [1, 3], "nothing is left of it"
+        assert fifth == (None, None, [1, 5])
+
+
+def damaged_on_the_way(rank, size, root):
+    node, send = Node(rank, root), dist.send
+    if rank == 0:
+
+        def flipping(tensor, *args):
+            if tensor.numel() > 1 << 20:
+                tensor = tensor.clone()
+                tensor[12345] ^= 1
+            send(tensor, *args)
+
+        dist.send = flipping
+    try:
+        report = node.save(1)
+    finally:
+        dist.send = send
+    node.close()
+    return report.error, report.warning, sorted(node.tier.held(node.tier.names()[0]))
+
+
+def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
+    for rank, (error, warning, held) in enumerate(pool.run(damaged_on_the_way, 2, str(tmp_path))):
+        assert error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
+        assert held == ([0, 1] if rank == 0 else [1])
+
+
+def share_a_directory(rank, size, root):
+    with pytest.raises(CheckpointError, match=r"ranks 0, 1 keep copies of the same files, but share a directory"):
+        LocalTier.create(Path(root) / f"node{rank // 2}", 2, jump=1)
+    with pytest.raises(CheckpointError, match="local checkpoints cannot be saved to .*: .*Not a directory"):
+        LocalTier.create(Path(__file__) / "node")
+
+
+def test_replicas_on_the_own_node_and_no_directory_are_errors(pool, tmp_path):
+    pool.run(share_a_directory, 4, str(tmp_path))
+
+
+def read_at_random(rank, size, root, flips):
+    """Every byte of every file of one node is flipped in turn; all is read on every rank."""
+    node = Node(rank, root)
+    assert node.save(1).error is None
+    node.close()
+    files = sorted(path for path in (node.tier.root / node.tier.names()[0]).iterdir())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(flips):
+        path = files[int(torch.randint(len(files), (), generator=generator))]
+        content = bytearray(path.read_bytes())
+        if rank == 0:
+            damaged = bytearray(content)
+            damaged[int(torch.randint(len(content), (), generator=generator))] ^= 1 << 3
+            path.write_bytes(damaged)
+        dist.barrier()
+        held = [find_held(node.tier)]
+        dist.broadcast_object_list(held, 0)
+        local = SpreadCheckpoint(node.tier, held[0][0])
+        values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
+        local.close()
+        assert (values == 1).all()
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("flips", [5, pytest.param(300, marks=pytest.mark.slow)])
+def test_no_flipped_byte_is_ever_loaded(pool, tmp_path, flips):
+    pool.run(read_at_random, 2, str(tmp_path), flips, timeout=600)
