@@ -168,7 +168,7 @@ def test_damage_is_found_and_every_other_copy_is_tried_first(killed, undisturbed
     expected = undisturbed[0].measured.losses
 
     def resumed(*texts):
-        logs, outcomes = killed.run("ab", "tp2_sp", "--exit-interval 9 --save-interval 1000")
+        logs, outcomes = killed.run("ab", "tp2_sp", "--exit-interval 9 --non-persistent-save-interval 100")
         for path in (killed.root / "run").glob("iter_0000009"):  # saved at the exit
             shutil.rmtree(path)
             (killed.root / "run" / "latest_checkpointed_iteration.txt").write_text("5")

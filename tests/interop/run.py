@@ -12,6 +12,7 @@ reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -19,9 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -36,6 +38,7 @@ class Peer:
     packages: tuple[str, ...]
     check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
+    program: str = ""  # that must be installed on the system
     source: str = ""  # the tag of Megatron-LM whose training program `check(python, work, source)` runs
 
 
@@ -100,6 +103,39 @@ def check_transformer_engine(python: Path, work: Path) -> None:
         run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
 
 
+def check_azurite(python: Path, work: Path) -> None:
+    """Microsoft's emulator of Azure Blob Storage, from npm."""
+    folder = ENVIRONMENTS / "azurite-server"
+    if not (folder / "node_modules").exists():
+        subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "azurite@3.37.0"], check=True)
+    program = [str(folder / "node_modules/.bin/azurite-blob"), "--silent", "--inMemoryPersistence"]
+    with subprocess.Popen([*program, "--skipApiVersionCheck", "--blobPort", "10077"], cwd=work) as server:
+        try:
+            url = "http://127.0.0.1:10077"
+            with storage({"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": url}):
+                run(OURS, "-m", "tests.interop.object_store_check", "az://box/run", f"{url}/devstoreaccount1/box")
+        finally:
+            server.kill()
+
+
+def check_radosgw(python: Path, work: Path) -> None:
+    """Ceph's gateway, from Debian's packages; it takes 10 GB (sparse) and some seconds to start."""
+    try:
+        subprocess.run(["bash", str(HERE / "s3_radosgw.sh"), str(work)], check=True)
+        keys = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+        with storage({"AWS_ENDPOINT_URL": "http://127.0.0.1:9106", **keys}):
+            run(OURS, "-m", "tests.interop.object_store_check", "s3://box/run", "http://127.0.0.1:9106/box")
+    finally:
+        for file in (work / "run").glob("*.pid"):
+            subprocess.run(["kill", file.read_text().strip()], check=False)
+
+
+@contextlib.contextmanager
+def storage(variables: dict[str, str]) -> Iterator[None]:
+    with mock.patch.dict(os.environ, variables):
+        yield
+
+
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
@@ -151,6 +187,8 @@ PEERS = {
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER), check_megatron_lm, (3, 12), "core_v0.19.0"
     ),
     "transformer-engine": Peer((), check_transformer_engine),
+    "azurite": Peer((), check_azurite, program="npm"),
+    "radosgw": Peer((), check_radosgw, program="radosgw"),
 }
 
 
@@ -234,6 +272,9 @@ def main() -> None:
         if name not in PEERS:
             parser.error(f"no peer {name!r}: there are {', '.join(PEERS)}")
         peer = PEERS[name]
+        if peer.program and shutil.which(peer.program) is None:
+            print(f"== {name}: skipped: it needs {peer.program}, which is not installed", flush=True)
+            continue
         found = Path(python) if python else environment(name, peer)
         if found is None:
             print(f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none", flush=True)

@@ -1,12 +1,14 @@
 """Checkpoints in object storage: committed by one request, fenced by generations, whole after any crash and fault."""
 
 import json
+import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from megatron.core import object_storage
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
+    Lineage,
     ShardedTensor,
     is_complete,
     load,
@@ -25,7 +28,9 @@ from megatron.core.dist_checkpointing import (
     take_generation,
     verify,
 )
+from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.object_storage import ObjectStore, path_of
+from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from tests.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 
@@ -192,6 +197,31 @@ def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
     assert not is_complete(root / "iter_0000001")
     generation.remove(aside)
     assert not aside.exists()
+
+
+def test_retention_keeps_what_its_rules_say(root):
+    """Of a branch: a checkpoint of another one neither counts nor goes. Nothing but claims is left of the removed."""
+    assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
+    generation = take_generation(root, {"host": "here"})
+    retention = Retention(RetentionPolicy(keep_last_n=2, save_retain_interval=4), generation)
+    for seed in range(1, 8):
+        lineage = Lineage(((generation.number, seed),))
+        report = save_one(
+            root / f"iter_{seed:07d}",
+            seed,
+            generation,
+            beside={LINEAGE: lineage.encode(None)},
+            before_writing=retention.wait,
+            on_commit=partial(retention.apply, seed, lineage, math.nan),
+        )
+        assert report.error is None
+    retention.close()
+    assert [int(path.name[5:]) for path in sorted(root.glob("iter_*")) if is_complete(path)] == [4, 6, 7, 9]
+    for seed in (4, 6, 7):
+        assert_holds(root / f"iter_{seed:07d}", seed, ROWS)
+    assert not [
+        key for seed in (1, 2, 3, 5) for key in root.store.sizes(f"{root.key}/iter_{seed:07d}") if "distcp" in key
+    ]
 
 
 def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, monkeypatch):

@@ -1,0 +1,89 @@
+"""What checkpoints need of a store: conditions, uploads, ranges, fencing, removal.
+
+    python -m tests.interop.object_store_check s3://box/run http://127.0.0.1:9106/box
+
+The second address is that of the bucket or container, which is made first: obstore has no request for that.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from email.utils import formatdate
+
+import torch
+
+from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor, is_complete, load, take_generation, verify
+from megatron.core.object_storage import check_conditional_requests, path_of
+
+AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # its fixed key
+
+
+def create(bucket: str) -> None:
+    """Make the bucket (S3) or container (Azure), as soon as the server answers."""
+    path = urllib.parse.urlparse(bucket).path
+    date, version = formatdate(usegmt=True), "2021-08-06"
+    if "devstoreaccount1" in bucket:
+        lines = ["PUT", *[""] * 11, f"x-ms-date:{date}", f"x-ms-version:{version}", f"/devstoreaccount1{path}"]
+        name, key, digest = "SharedKey devstoreaccount1", base64.b64decode(AZURITE), hashlib.sha256
+        text, bucket = "\n".join([*lines, "restype:container"]), f"{bucket}?restype=container"
+    else:
+        name, key, digest = (
+            f"AWS {os.environ['AWS_ACCESS_KEY_ID']}",
+            os.environ["AWS_SECRET_ACCESS_KEY"].encode(),
+            "sha1",
+        )
+        text = f"PUT\n\n\n{date}\n{path}"
+    signature = base64.b64encode(hmac.new(key, text.encode(), digest).digest()).decode()
+    headers = {"Date": date, "x-ms-date": date, "x-ms-version": version, "Authorization": f"{name}:{signature}"}
+    if "devstoreaccount1" not in bucket:
+        del headers["x-ms-date"], headers["x-ms-version"]
+    request = urllib.request.Request(bucket, method="PUT", headers=headers | {"Content-Length": "0"})
+    for _ in range(60):
+        try:
+            urllib.request.urlopen(request).close()
+            return
+        except urllib.error.HTTPError:
+            raise
+        except OSError:  # it has not started yet
+            time.sleep(1)
+    raise AssertionError(f"{bucket} does not answer")
+
+
+def save(directory, value, generation):
+    state = {"weight": ShardedTensor.replicated("weight", torch.full((3_000_000, 4), float(value)))}
+    with AsyncSaver() as saver:
+        return saver.save(state, directory, common={"iteration": value}, generation=generation).wait()
+
+
+def main(url: str, bucket: str) -> None:
+    create(bucket)
+    root = path_of(url)
+    check_conditional_requests(root)
+    first = take_generation(root, {"host": "first"})
+    assert save(root / "iter_0000001", 1, first).error is None
+    second = take_generation(root, {"host": "second"})
+    report = save(root / "iter_0000002", 2, first)
+    assert report.superseded and "another start has taken over" in report.error, report
+    assert not is_complete(root / "iter_0000002")
+    for value in (2, 3):
+        report = save(root / f"iter_{value:07d}", value, second)
+        assert report.error is None, report
+    for value in (1, 2, 3):
+        directory, weight = root / f"iter_{value:07d}", torch.zeros(3_000_000, 4)
+        assert verify(directory).ok
+        load({"weight": ShardedTensor.replicated("weight", weight)}, directory, verify=True)
+        assert (weight == value).all()
+    for aside in second.put_aside([root / "iter_0000001"]):
+        second.remove(aside)
+    assert [path.name for path in root.glob("iter_*") if is_complete(path)] == ["iter_0000002", "iter_0000003"]
+    print(f"{url}: conditions, uploads, ranges, fencing and removal hold")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
