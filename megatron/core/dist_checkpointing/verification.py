@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,50 +121,43 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
     return problems
 
 
+@contextlib.contextmanager
+def _collecting(report: VerifyReport, where: str = "") -> Iterator[None]:
+    """An error of the block is a problem, and the check goes on behind it."""
+    try:
+        yield
+    except schema.CheckpointError as error:
+        report.problems.append(f"{where}{error}")
+
+
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
     """Everything that can be known without reading the shards."""
     metadata = None
-    try:
+    with _collecting(report):
         metadata = read_metadata(path)
-    except schema.CheckpointError as error:
-        report.problems.append(str(error))
-    try:
-        schema.read_json(path / METADATA_JSON)
-    except FileNotFoundError:
-        report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
-    except ValueError as error:
-        report.problems.append(str(error))
-    if (path / COMMON).exists():
-        try:
+    with _collecting(report):
+        if (path / METADATA_JSON).exists():
+            schema.read_json(path / METADATA_JSON)
+        else:
+            report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    with _collecting(report):
+        if (path / COMMON).exists():
             safe_load(path / COMMON, mmap=False)
-        except schema.CheckpointError as error:
-            report.problems.append(str(error))
     if metadata is None:
         return None
     report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        try:
-            fault = tensor.chunks.find_fault(tensor.shape)
-        except schema.CheckpointError as error:
-            fault = str(error)
-        if fault is not None:
-            report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
+        with _collecting(report, f"{path / METADATA}: {key} {tensor.shape}: "):
+            if (fault := tensor.chunks.find_fault(tensor.shape)) is not None:
+                raise schema.CheckpointError(fault)
     for name, size in sorted(metadata.file_sizes().items()):
         shard = path / name
         if not shard.is_file():
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {
-        METADATA,
-        METADATA_JSON,
-        COMMON,
-        checksums.CHECKSUMS,
-        checksums.OLD_CHECKSUMS,
-        LINEAGE,
-        INTEGRITY,
-        CLAIM,
-    } | metadata.file_sizes().keys()
+    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, checksums.OLD_CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
+    known |= metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata
@@ -182,15 +176,12 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         return
     for name in names:
         try:
-            found = _sha256(path / name, progress)
+            with _collecting(report):
+                if _sha256(path / name, progress) != manifest["files"][name]:
+                    reason = f"damaged: its content is not what {INTEGRITY} vouches for"
+                    raise schema.CheckpointError(f"{path / name}: {reason}")
         except OSError as error:
             report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
-            continue
-        except schema.CheckpointError as error:
-            report.problems.append(str(error))
-            continue
-        if found != manifest["files"][name]:
-            report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
     report.has_checksums, report.files = True, len(names)
 
 
