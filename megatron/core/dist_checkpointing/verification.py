@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, read_commit
 from megatron.core.dist_checkpointing.format import checksums, schema
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
@@ -23,6 +24,8 @@ from megatron.core.dist_checkpointing.loading.reader import read_metadata
 from megatron.core.dist_checkpointing.object_generation import CLAIM
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
+
+T = TypeVar("T")
 
 _READ_SIZE = 8 * checksums.BLOCK_SIZE
 INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
@@ -121,35 +124,35 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
     return problems
 
 
-@contextlib.contextmanager
-def _collecting(report: VerifyReport, where: str = "") -> Iterator[None]:
-    """An error of the block is a problem, and the check goes on behind it."""
+def _collected(report: VerifyReport, check: Callable[[], T]) -> T | None:
+    """The result of `check`, or None: an error of it is a problem, and the checks behind it go on."""
     try:
-        yield
+        return check()
     except schema.CheckpointError as error:
-        report.problems.append(f"{where}{error}")
+        report.problems.append(str(error))
+        return None
+
+
+def _tiling_fault(tensor: StoredTensor) -> str | None:
+    return tensor.chunks.find_fault(tensor.shape)
 
 
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
     """Everything that can be known without reading the shards."""
-    metadata = None
-    with _collecting(report):
-        metadata = read_metadata(path)
-    with _collecting(report):
-        if (path / METADATA_JSON).exists():
-            schema.read_json(path / METADATA_JSON)
-        else:
-            report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
-    with _collecting(report):
-        if (path / COMMON).exists():
-            safe_load(path / COMMON, mmap=False)
+    metadata = _collected(report, lambda: read_metadata(path))
+    if (path / METADATA_JSON).exists():
+        _collected(report, lambda: schema.read_json(path / METADATA_JSON))
+    else:
+        report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    if (path / COMMON).exists():
+        _collected(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:
         return None
     report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        with _collecting(report, f"{path / METADATA}: {key} {tensor.shape}: "):
-            if (fault := tensor.chunks.find_fault(tensor.shape)) is not None:
-                raise schema.CheckpointError(fault)
+        fault = _collected(report, partial(_tiling_fault, tensor))
+        if fault is not None:
+            report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
     for name, size in sorted(metadata.file_sizes().items()):
         shard = path / name
         if not shard.is_file():
@@ -176,10 +179,9 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         return
     for name in names:
         try:
-            with _collecting(report):
-                if _sha256(path / name, progress) != manifest["files"][name]:
-                    reason = f"damaged: its content is not what {INTEGRITY} vouches for"
-                    raise schema.CheckpointError(f"{path / name}: {reason}")
+            found = _collected(report, partial(_sha256, path / name, progress))
+            if found not in (None, manifest["files"][name]):
+                report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
         except OSError as error:
             report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
     report.has_checksums, report.files = True, len(names)
