@@ -54,9 +54,7 @@ from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 DIRECTORY = "megatron_state"
-
 _STATE = "state.json"  # written last: without it there is no sidecar
-
 _TUPLES = ("window_size", "betas")  # JSON has lists only
 
 _SCHEMA = schema.record({"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS})

@@ -61,15 +61,11 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
-
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
-
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
-
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -265,7 +261,6 @@ def _is_known_object(key: str) -> bool:
 
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
-
 _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 

@@ -39,20 +39,15 @@ from megatron.core.dist_checkpointing.format.metadata import (
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
 FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
-
 MAGIC = b"MGTNIDX1"
 
 # What entries name again and again stands at the beginning of the pickle and has the numbers 0, 1, ... in its memo.
 _NUM_CLASSES = 5
-
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
-
 _SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
-
 _NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
 
 INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
-
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
 
 
