@@ -68,7 +68,7 @@ def verify(
     try:
         sums = checksums.read_checksums(path)
     except schema.CheckpointError as error:
-        if checksums.find_checksums(path) is not None:
+        if (path / checksums.CHECKSUMS).exists():
             report.problems.append(str(error))
         else:
             report.notes.append(str(error))
@@ -93,7 +93,7 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _object_faults(path, listed)
     # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
-    if checksums.find_checksums(path) is not None:
+    if (path / checksums.CHECKSUMS).exists():
         exact, sizes = True, {name: sums.size for name, sums in checksums.read_checksums(path).items()}
     else:
         exact, sizes = False, read_metadata(path).file_sizes()
@@ -159,7 +159,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, checksums.OLD_CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
+    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
     known |= metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]

@@ -38,7 +38,7 @@ from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_lo
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError, Reader, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.format.checksums import find_checksums
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.dist_checkpointing.verification import digest_of, total_bytes, write_integrity
 from megatron.core.object_storage import path_of
@@ -162,7 +162,7 @@ def _torch_dist_facts(path: Path) -> dict[str, Any]:
         **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
         "objects": sorted(reader.metadata.objects),
         "files": files,
-        "checksums": find_checksums(path) is not None,
+        "checksums": (path / CHECKSUMS).exists(),
         "chunks": {key: len(stored.chunks) for key, stored in reader.metadata.tensors.items()},
     }
 

@@ -308,13 +308,6 @@ class _NamespaceStub(Stub):
         return argparse.Namespace(**{name: resolver.walk(value) for name, value in self.state.items()})
 
 
-def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
-    """How protocols 0 and 1 make instances."""
-    if not (isinstance(kind, _SealedType) and issubclass(kind, (Placeholder, _NamespaceStub))):
-        raise UnsafePickleError(f"an instance of {shown(kind)}")
-    return kind()
-
-
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
@@ -392,11 +385,9 @@ SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): _of(complex, int, float),
     ("builtins", "bytearray"): Function(_bytearray),
     ("builtins", "slice"): _of(slice, int, type(None)),
-    ("builtins", "object"): placeholder_type("builtins", "object"),
     ("collections", "OrderedDict"): Function(partial(_dict, collections.OrderedDict)),
     ("collections", "defaultdict"): Function(lambda factory=None, *args: _dict(dict, *args)),
     ("collections", "deque"): Function(lambda items=(), maxlen=None: list(items)),
-    ("copyreg", "_reconstructor"): Function(_reconstructor),
     ("_codecs", "encode"): Function(_encode),
     ("signal", "Signals"): _of(signal.Signals, int),
     **{("signal", member.name): int(member) for member in signal.Signals},  # how Python 3.10 writes a member
