@@ -7,30 +7,19 @@ global batch may change between runs without loss or repetition.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import multiprocessing
-import os
-import signal
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from megatron.core.datasets import Dataset, Sample
+from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
 
 Batch = dict[str, torch.Tensor]
-
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the training process, but sent to all
 
 
 @dataclass
@@ -88,27 +77,12 @@ def microbatches(
 
 
 def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Arrays [micro batch, ...]. They stay numpy until they are in the training process: tensors of a worker travel
-    through /dev/shm, which containers keep small."""
+    """Arrays [micro batch, ...]."""
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
-class _ErrorsAsSamples:
-    """A data set that returns its ValueErrors: raised in a worker, they would arrive wrapped in its traceback."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> Sample | ValueError:
-        try:
-            return self.dataset[index]
-        except ValueError as error:
-            return error
-
-
-def _collate(samples: list[Any]) -> dict[str, np.ndarray] | ValueError:
-    """A micro batch, or the first error of its samples."""
-    return next((sample for sample in samples if isinstance(sample, ValueError)), None) or collate(samples)
+def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
+    return collate([dataset[number] for number in numbers])
 
 
 class DataIterator:
@@ -132,61 +106,28 @@ class DataIterator:
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         cyclic = config.dataloader_type == "cyclic"
-        self._stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
-        self._end = None if cyclic else len(dataset)
+        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
         self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
-        self.num_workers = config.num_workers
-        self._stop: Event = multiprocessing.Event()
-        self._batches: Any = None  # the iterator of a DataLoader
-        # The interpreter terminates worker processes when it ends: they must know beforehand that this is intended.
-        atexit.register(weakref.finalize(self, self._stop.set))
+        numbers = microbatches(stream, None if cyclic else len(dataset), *self._place)
+        self._batches = OrderedWorkers(functools.partial(_read, dataset), numbers, config.num_workers)
 
     def __iter__(self) -> DataIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._start()
         try:
-            arrays = next(self._batches)
+            _, arrays = next(self._batches)
         except StopIteration:
             raise ValueError(self._exhausted()) from None
-        except BaseException:
-            self.close()
-            raise
-        if isinstance(arrays, ValueError):
-            self.close()
-            raise arrays
         batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
     def close(self) -> None:
         """End the worker processes."""
-        self._stop.set()
-        if self._batches is not None and self.num_workers > 0:
-            # Not left to the garbage collector, under which torch waits five seconds for each worker.
-            self._batches._shutdown_workers()
-        self._batches = None
-
-    def _start(self) -> Any:
-        self._stop.clear()
-        loader: DataLoader[Any] = DataLoader(
-            _ErrorsAsSamples(self.dataset),  # type: ignore[arg-type]  # has __getitem__, which is all that is used
-            batch_sampler=microbatches(self._stream, self._end, *self._place),  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            collate_fn=_collate,
-            worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
-            generator=torch.Generator(),  # it draws a seed, which must not come from training's generator
-        )
-        # Signals that come while workers start wait until `_ignore_signals_until` has set their handlers.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
-        try:
-            return iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._batches.close()
 
     def _exhausted(self) -> str:
         consumed_samples, micro_batch_size, _, dp_size = self._place
@@ -195,26 +136,3 @@ class DataIterator:
             f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
             "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )
-
-
-def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
-    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
-    end when the training process closes them, or is gone.
-
-    torch's worker loop ends then, too, but its process waits until its last batches have been read, and workers that
-    were started later hold the pipe open: with large batches, all of them would stay forever.
-    """
-
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    def on_terminate(signum: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(0)
-
-    for number in WORKER_SIGNALS:
-        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)
