@@ -20,7 +20,6 @@ from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
     save_checkpoint,
@@ -43,6 +42,7 @@ from megatron.training.launch import (
     lost_ranks_explained,
     seed_everything,
 )
+from megatron.training.planning.costs import model_flops_per_token
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, as_fields, log_line
 from megatron.training.reporting.measurements import memory, memory_line, params_norm

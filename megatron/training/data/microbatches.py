@@ -49,6 +49,11 @@ class BatchSchedule:
         """Samples that all replicas together take per micro batch."""
         return self.micro_batch_size * self.data_parallel_size
 
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches per replica at the end."""
+        return self.global_batch_size // self.samples_per_microbatch
+
     def sizes(self) -> list[int]:
         """Every global batch size that the run passes through."""
         return [size - size % self.samples_per_microbatch for _, size in self.steps]
