@@ -23,9 +23,8 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Writer
+from megatron.training.reporting.logging import Writer, make_writers
 from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
-from megatron.training.reporting.writers import RecordWriter, make_writers
 from megatron.training.run import ModelProvider, Run
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     run.writers = [*writers, *make_writers(config.logging, directory, flags)]
     record = None if directory is None else RunRecord(directory)
     if record is not None:
-        run.writers.append(RecordWriter(record))
+        run.writers.append(record)
         _record_start(run, record, topics)
     ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
     try:
