@@ -21,8 +21,7 @@ from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
-from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.objects import fp8_state_to_load, restore_fp8_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.launch import seed_everything

@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.verification import digest_of, total_bytes
 from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
 from megatron.core.utils import size_text
-from megatron.planning.pictures import shares_picture
+from megatron.training.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
