@@ -33,7 +33,7 @@ import torch
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.find_checkpoint import FORMATS, detect, named_checkpoint, require_checkpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
-from megatron.conversion.megatron_lm.torch_dist_reader import stored_common
+from megatron.conversion.megatron_lm.torch_dist import stored_common
 from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo
@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.verification import digest_of, total_bytes
 from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
 from megatron.core.utils import size_text
-from megatron.planning.pictures import shares_picture
+from megatron.training.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {

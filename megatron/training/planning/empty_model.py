@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.buffer_plan import BucketPlan, ParamGroup, ParamSpec, plan_buffer
-from megatron.core.models import ChunkPlace, chunk_places
+from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule, param_info
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """What decides the needs of a run."""
-
-    model: TransformerConfig
-    """With its vocabulary."""
-    parallel: ParallelConfig
-    ddp: DistributedDataParallelConfig
-    optimizer: OptimizerConfig
-    layer_ranges: Sequence[Sequence[range]]
-    """Global layer numbers by [stage][chunk]."""
-    build_chunk: Callable[[ChunkPlace], MegatronModule]
-    seq_length: int
-    micro_batch_size: int
-    num_microbatches: int
-    """In a step of the full global batch."""
-    vocab_divisor: int
-    """--make-vocab-size-divisible-by."""
-    data_mask: bool = False
-    """The attention mask depends on the data (--reset-attention-mask)."""
-    saves_optimizer: bool = True
-    device_type: str = "cuda"
-    """Where it runs: CPU and GPU keep other things."""
+from megatron.training.config.run_config import Config
+from megatron.training.run import ModelProvider
 
 
 @dataclass(frozen=True)
@@ -51,7 +25,8 @@ class EmptyBuffer:
     """The parameters of a chunk that the same ranks hold."""
 
     buckets: tuple[BucketPlan, ...]
-    replicas: Axis
+    num_shards: int
+    """Parts of equal size that gradients and optimizer are cut into; 1 without the distributed optimizer."""
     expert: bool
     """It holds experts alone, which are split in another way than the rest of the model."""
 
@@ -86,27 +61,26 @@ class EmptyChunk:
         return [bucket for buffer in self.buffers for bucket in buffer.buckets]
 
 
-def empty_chunks(run: RunShape, ps: ParallelState) -> Iterator[EmptyChunk]:
-    """The chunks of one rank on the meta device, with the layout of their buffers."""
+def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvider) -> Iterator[EmptyChunk]:
+    """The chunks of one rank on the meta device, with the layout of their buffers.
+
+    They have the local layers: shapes are the same, and no other back end need be installed.
+    """
+    config = replace(config, model=replace(config.model, transformer_impl="local", fp8=None))
     meta = torch.device("meta")
-    for place in chunk_places(run.layer_ranges, ps, TensorParallelRng(0, ps.tp.rank), meta):
-        module = run.build_chunk(place)
+    for place in chunk_places(config.layer_ranges(), ps, TensorParallelRng(0, ps.tp.rank), meta):
+        module = model_provider(config, place)
         specs = [ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()]
         specs = [spec for spec in specs if spec.info.trained]
-        apart = [spec.info.expert and run.parallel.splits_experts for spec in specs]
-        buffers = [
-            _empty_buffer(run, [spec for spec, on in zip(specs, apart, strict=True) if on is expert], axis, expert)
-            for axis, expert in ((ps.dp_cp, False), (ps.edp, True))
-            if expert in apart
-        ]
-        kinds = tuple(run.model.moe_layer_pattern[number] for number in place.layers)
+        buffers = []
+        for expert, replicas in ((False, ps.dp_cp), (True, ps.edp)):
+            own = [spec for spec in specs if (spec.info.expert and config.parallel.splits_experts) is expert]
+            if own:
+                bucket_size = config.ddp.bucket_size(sum(spec.numel for spec in own), replicas.size)
+                shards = replicas.size if config.ddp.use_distributed_optimizer else 1
+                buffers.append(EmptyBuffer(plan_buffer(own, bucket_size, shards), shards, expert))
+        kinds = tuple(config.model.moe_layer_pattern[number] for number in place.layers)
         yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
-
-
-def _empty_buffer(run: RunShape, specs: list[ParamSpec], replicas: Axis, expert: bool) -> EmptyBuffer:
-    bucket_size = run.ddp.bucket_size(sum(spec.numel for spec in specs), replicas.size)
-    shards = replicas.size if run.ddp.use_distributed_optimizer else 1
-    return EmptyBuffer(plan_buffer(specs, bucket_size, shards), replicas, expert)
 
 
 class StoredTensor(NamedTuple):
