@@ -106,6 +106,8 @@ class ActivationMemory:
         c = self.config
         total = 2 * self.residual + self._norms * self.local_tokens * self._normalizer
         total += 0 if c.recomputes("layernorm") else self._norms * self.residual  # the input of the linear layers
+        if c.norm_placement == "both":
+            total += 2 * (self.residual + self.local_tokens * self._normalizer)
         total += self._latents if c.multi_latent_attention else self._qk_norms
         total += self._context if c.recomputes("mla_up_proj") else self._core
         total += 0 if self.mlp_again else self._mlp
