@@ -9,10 +9,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.convert import Hints, open_found
+from megatron.conversion.convert import Hints, load_from_source, open_found
 from megatron.conversion.find_checkpoint import Found, find_checkpoint
-from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject
@@ -21,8 +21,7 @@ from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
-from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.objects import fp8_state_to_load, restore_fp8_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.launch import seed_everything
@@ -51,14 +50,7 @@ def find_start(config: CheckpointConfig) -> Start | None:
         return None
     found, weights_only = answer
     hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
-    source: Source | None = None
-    error: ValueError | None = None
-    try:
-        source = open_found(found, hints)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert source is not None
+    source = coordination.together(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 
