@@ -421,8 +421,9 @@ class TransformerConfig:
     @property
     def activation(self) -> str:
         """What the MLP computes between its matrices."""
-        named = ("swiglu", "quick_geglu", "geglu", "squared_relu")
-        return next((name for name in named if getattr(self, name)), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
+        gates = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "geglu": self.geglu}
+        named = gates | {"squared_relu": self.squared_relu}
+        return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
     def in_fp8(self, number: int) -> bool:
         """Whether layer `number` computes in fp8."""
