@@ -1,44 +1,50 @@
-"""From any format to any format, through model space: how each is opened and written."""
+"""Opening a checkpoint of any format, writing it in any other, and loading it into a run: all through model space."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron.conversion.deepspeed.reader import UniversalSource
-from megatron.conversion.deepspeed.writer import write_universal
-from megatron.conversion.files import Options, Progress, exclusive_output_dir, no_progress
+from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
 from megatron.conversion.find_checkpoint import Found, require_checkpoint
-from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import write_huggingface
-from megatron.conversion.load import RunCheckpoint
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
-from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, TorchDistSource, write_torch_dist
+from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
+    Options,
+    Progress,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
     full_precision_key,
+    no_progress,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import file_name
-from megatron.core.durable_files import fsync_tree, put_in_place
+from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
+from megatron.core.progress import Progress as ProgressBar
 
 _VERIFY_BYTES = 64 << 20
 
@@ -143,8 +149,34 @@ def convert(
     """
     options = options or Options()
     source = open_checkpoint(load_dir, loader, step, hints)
+    _check_target(save_dir, load_dir, saver, overwrite)
     sidecar = options.optim_sidecar and source.training is not None
     options = dataclasses.replace(options, trusted=(*options.trusted, load_dir), optim_sidecar=sidecar)
+    changed = CastSource(source, options)
+    starting(bytes_to_write(changed, saver, options))
+
+    def write(directory: Path) -> ConversionReport:
+        lost = WRITERS[saver](changed, directory, options, progress)
+        lost += [f"unused in the source: {name}" for name in source.unused]
+        compared = None
+        if verify:
+            target = open_checkpoint(directory)
+            starting(sum(info.nbytes for info in target.tensors.values()))
+            compared = compare(changed, target, progress)
+        return ConversionReport(source.description, save_dir, len(changed.tensors), lost, compared)
+
+    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
+        return write(save_dir)
+    # Beside the target, so that the final rename stays within one file system.
+    growing = save_dir.with_name(f".{save_dir.name}.converting")
+    with exclusive_output_dir(growing):
+        report = write(growing)
+        fsync_tree(growing)
+        put_in_place(growing, save_dir)
+    return report
+
+
+def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -> None:
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
@@ -154,29 +186,6 @@ def convert(
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
         reason = "nothing is replaced there: delete it first" if overwrite else "give --saver torch_dist or a directory"
         raise ValueError(f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}")
-    changed = CastSource(source, options)
-    starting(bytes_to_write(changed, saver, options))
-
-    def compare_with_source(written: Path) -> int | None:
-        if not verify:
-            return None
-        target = open_checkpoint(written)
-        starting(sum(info.nbytes for info in target.tensors.values()))
-        return compare(changed, target, progress)
-
-    unused = [f"unused in the source: {name}" for name in source.unused]
-    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
-        not_carried = WRITERS[saver](changed, save_dir, options, progress)
-        verified = compare_with_source(save_dir)
-        return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
-    # Beside the target, so that the final rename stays within one file system.
-    partial = save_dir.with_name(f".{save_dir.name}.converting")
-    with exclusive_output_dir(partial):
-        not_carried = WRITERS[saver](changed, partial, options, progress)
-        fsync_tree(partial)
-        verified = compare_with_source(partial)
-        put_in_place(partial, save_dir)
-    return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:
@@ -264,3 +273,85 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
     not_carried = write(root / file_name(name, "the iteration"))
     write_tracker(root, iteration)
     return not_carried
+
+
+class _SourceReader:
+    """What the engine reads a `Source` of another program by: tensors box by box, generators as objects."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.metadata = self
+        self.tensors = source.tensors
+        self.objects: Collection[str] = source.training.rng if source.training is not None else ()
+        self.bytes_needed = self.bytes_read = 0
+
+    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
+        """In one thread: sources make no promise about more."""
+        for key, offset, target in requests:
+            target.copy_(self._source.read(key, offset, tuple(target.shape)))
+            self.bytes_needed += target.numel() * self.tensors[key].dtype.itemsize
+            self.bytes_read = self.bytes_needed
+
+    def read_object(self, key: str) -> Any:
+        assert self._source.training is not None
+        return self._source.training.rng[key]()
+
+
+def load_from_source(state: ShardedStateDict, source: Source, **options: Any) -> LoadReport:
+    """Fill the tensors of `state` in place from `source`; a collective. Options are those of `fill`.
+
+    Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+    """
+    reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
+    total = sum(
+        box.tensor.nbytes for entry in state.values() if isinstance(entry, ShardedTensor) for box in entry.boxes
+    )
+    quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
+    with ProgressBar(f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet):
+        return fill(state, reader, source.description, **options)
+
+
+@contextmanager
+def exclusive_output_dir(directory: Path) -> Iterator[None]:
+    """Create or empty `directory` for one process at a time, and remove it if the block fails.
+
+    Raises ValueError while another conversion works there. Leftovers of a killed conversion are removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = _open_own(directory)
+    try:
+        # The lock goes with the process: a killed conversion blocks nobody.
+        _lock(handle, directory)
+        try:
+            for path in directory.iterdir():
+                remove(path)
+            make_empty_directory(directory)
+            yield
+        except BaseException:
+            remove(directory)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _open_own(directory: Path) -> int:
+    """Refuse links: a planted one would have its target emptied."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise ValueError(f"{directory} is a link: remove it, since a conversion would write to its target") from error
+    if os.fstat(handle).st_uid != os.geteuid():
+        os.close(handle)
+        raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
+    return handle
+
+
+def _lock(handle: int, directory: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
+    except OSError:  # some network file systems do not support locks
+        pass

@@ -19,11 +19,10 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.run_config import Config
-from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.samplers import Batch
+from megatron.training.data.samplers import Batch, BatchSchedule
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.reporting.logging import Writer
-from megatron.training.reporting.profiling import Timers
+from megatron.training.reporting.measurements import Timers
 
 
 class Loss(NamedTuple):

@@ -19,7 +19,6 @@ from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
     common_state,
@@ -45,10 +44,10 @@ from megatron.training.launch import (
     lost_ranks_explained,
     seed_everything,
 )
+from megatron.training.planning.costs import model_flops_per_token
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, as_fields, log_line
-from megatron.training.reporting.measurements import memory, memory_line, params_norm
-from megatron.training.reporting.profiling import StepProfiler, Timers
+from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, log_line
+from megatron.training.reporting.measurements import StepProfiler, Timers, memory, memory_line, params_norm
 from megatron.training.reporting.summary import reporting
 from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
 
@@ -306,7 +305,7 @@ def train_step(
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     """The line of the log and the points of all iterations since the last one. Collective."""
     interval, config = log.close_interval(), run.config.logging
-    fields = as_fields(interval) | {
+    fields = interval.as_fields() | {
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
     }

@@ -15,7 +15,7 @@ import torch
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import COMMON, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
@@ -221,12 +221,10 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "softmax_type": ("vanilla", None),
     "attention_output_gate": (False, None),
-    "window_attn_skip_freq": (None,),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "is_hybrid_model": (False, None),
@@ -313,3 +311,19 @@ def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObje
 
 def is_extra_state(key: str) -> bool:
     return "._extra_state/shard_" in key
+
+
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+
+
+def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+def open_legacy(path: Path, *kinds: type) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
+    content = safe_open(path)
+    if not isinstance(content, kinds or dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return content

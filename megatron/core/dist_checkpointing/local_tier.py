@@ -97,12 +97,8 @@ class LocalTier(NamedTuple):
     ) -> LocalTier:
         """A collective. With `copies` > 1 every file is on that many nodes, on ranks that are `jump` apart, by default
         the ranks of a node; with fewer nodes on fewer. Raises CheckpointError on every rank."""
-        ranks, error, token = Coordination.of(None), None, ""
-        try:
-            token = _node_token(root)
-        except OSError as caught:
-            error = CheckpointError(f"local checkpoints cannot be saved to {root}: {caught}")
-        ranks.raise_together(error)
+        ranks = Coordination.of(None)
+        token = ranks.together(lambda: _node_token(root))
         first: dict[str, int] = {}
         nodes = [first.setdefault(name, rank) for rank, name in enumerate(ranks.all_gather(token))]
         count = len(first)
@@ -154,12 +150,15 @@ def decode_marker(content: bytes, where: Path) -> dict[str, FileChecksums]:
 
 
 def _node_token(root: Path) -> str:
-    root.mkdir(parents=True, exist_ok=True)
     path = root / _NODE
-    if not path.exists():
-        with committed(path, replace=False) as temporary:  # of the ranks of a node, the first one's stays
-            temporary.write_text(secrets.token_hex(8))
-    return path.read_text()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with committed(path, replace=False) as temporary:  # of the ranks of a node, the first one's stays
+                temporary.write_text(secrets.token_hex(8))
+        return path.read_text()
+    except OSError as error:
+        raise CheckpointError(f"local checkpoints cannot be saved to {root}: {error}") from error
 
 
 def _replicate(rank: int, nodes: list[int], copies: int, jump: int | None, timeout: timedelta) -> Replication:

@@ -17,7 +17,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.module import ParamInfo
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
-from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, make_grad_scaler, sum_of_squares
+from megatron.core.optimizer.grad_scaler import GradScaler, clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.update_rules import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 
@@ -61,12 +61,12 @@ class MegatronOptimizer:
         self.shards = [make_shard(bucket, config) for chunk in chunks for bucket in chunk.buckets]
         self.device = self.shards[0].param.device
         fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
-        self.grad_scaler = make_grad_scaler(config, fp16)
+        self.grad_scaler = GradScaler(config, fp16)
         layouts: dict[nn.Parameter, MatrixLayout] = {}
         if config.optimizer == "muon":
             for chunk in chunks:
                 layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv)
-        self._optimizer = make_update_rule(self.shards, config, layouts, ps.tp)
+        self._rule = make_update_rule(self.shards, config, layouts, ps.tp)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
@@ -74,7 +74,7 @@ class MegatronOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Hyperparameters by group; the scheduler writes `lr` and `weight_decay`."""
-        return self._optimizer.param_groups
+        return self._rule.param_groups
 
     @property
     def loss_scale(self) -> float:
@@ -95,14 +95,13 @@ class MegatronOptimizer:
         skipped = ~torch.isfinite(norm)
         # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing with found_inf
         grad_scale = divisor / clip_coefficient(norm, self.config.clip_grad)
-        self._optimizer.grad_scale = grad_scale.float()  # type: ignore[union-attr]
-        self._optimizer.found_inf = skipped.float()  # type: ignore[union-attr]
-        self._optimizer.step()
+        self._rule.grad_scale = grad_scale.float()
+        self._rule.found_inf = skipped.float()
+        self._rule.step()
         # Phase 3: the model
         self._copy_to_model()
         held_back = self.grad_scaler.dynamic and bool(skipped)
-        if self.grad_scaler.dynamic:
-            self.grad_scaler.update(held_back)
+        self.grad_scaler.update(held_back)
         return StepResult(norm, skipped, held_back, num_zeros)
 
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
@@ -228,7 +227,7 @@ class MegatronOptimizer:
 
     def _steps(self) -> list[torch.Tensor]:
         """Adam's step counters, all equal; none for SGD."""
-        return [state["step"] for state in self._optimizer.state.values() if "step" in state]
+        return [state["step"] for state in self._rule.state.values() if "step" in state]
 
     def _log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
         for name in ("betas", "eps", "momentum"):

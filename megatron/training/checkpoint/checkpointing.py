@@ -24,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.files import Options, Progress
 from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
@@ -32,6 +31,7 @@ from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import Options, Progress
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
 from megatron.core.dist_checkpointing.local_tier import LocalTier
@@ -42,9 +42,8 @@ from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
-from megatron.training.checkpoint.fp8_state import fp8_state
+from megatron.training.checkpoint.objects import fp8_state, get_rng_state, megatron_rng_state, rng_key
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
-from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run

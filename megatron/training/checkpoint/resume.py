@@ -9,10 +9,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.convert import Hints, open_found
+from megatron.conversion.convert import Hints, load_from_source, open_found
 from megatron.conversion.find_checkpoint import Found, NoCheckpointError, find_checkpoint
-from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
@@ -23,8 +23,7 @@ from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
-from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.objects import fp8_state_to_load, restore_fp8_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.launch import seed_everything
@@ -66,14 +65,7 @@ def find_start(
         start = _open_local(config, tier, found, damaged)
         return start or find_start(config, tier, damaged | {found.name})
     hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
-    source: Source | None = None
-    error: ValueError | None = None
-    try:
-        source = open_found(found, hints)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert source is not None
+    source = coordination.together(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 
@@ -88,14 +80,10 @@ def _open_local(
     config: CheckpointConfig, tier: LocalTier, held: HeldCheckpoint, damaged: frozenset[str]
 ) -> Start | None:
     """None if it cannot be used, as rank 0 says then. Collective."""
-    local, error = SpreadCheckpoint(tier, held), None
+    local = SpreadCheckpoint(tier, held)
+    hints = Hints(optimizer=not config.no_load_optim, as_saved=True)  # all that is read is verified in any case
     try:
-        hints = Hints(optimizer=not config.no_load_optim, as_saved=True)  # all that is read is verified in any case
-        source = open_found(Found(local.directory, "torch_dist"), hints)
-    except ValueError as caught:
-        error = caught
-    try:
-        Coordination.of(None).raise_together(error)
+        source = Coordination.of(None).together(lambda: open_found(Found(local.directory, "torch_dist"), hints))
     except CheckpointError as refusal:
         local.close()
         logger.warning(f"{refusal}: taking an older checkpoint")

@@ -30,8 +30,7 @@ from megatron.training.config.options import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megatron.training.data.microbatches import BatchSchedule, rampup_steps, token_steps
-from megatron.training.data.samplers import DataLoaderConfig
+from megatron.training.data.samplers import BatchSchedule, DataLoaderConfig, rampup_steps, token_steps
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.planning.costs import save_interval
+from megatron.training.planning.costs import save_interval
 from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
 

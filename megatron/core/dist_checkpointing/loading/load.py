@@ -1,14 +1,17 @@
-"""Loading in place, at any layout."""
+"""Loading in place, at any layout; what a load asks for against what there is, and what becomes of the difference."""
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.files import COMMON
@@ -22,18 +25,9 @@ from megatron.core.dist_checkpointing.loading.fully_parallel_load import (
     view_of,
 )
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-from megatron.core.dist_checkpointing.loading.strictness import (
-    Contents,
-    KeyComparison,
-    KeyReport,
-    apply_strictness,
-    check_strictness,
-    compare_keys,
-    merge_comparisons,
-)
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, some
 from megatron.core.object_storage import path_of
 
 
@@ -67,15 +61,7 @@ def load(
     `parallelization_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
-    coordination = Coordination.of(group)
-    reader: Reader | None = None
-    error: CheckpointError | None = None
-    try:
-        reader = Reader(directory, verify=verify)
-    except CheckpointError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert reader is not None
+    reader = Coordination.of(group).together(lambda: Reader(directory, verify=verify))
     options: dict[str, Any] = {"group": group, "strictness": strictness, "skip": skip, "workers": workers}
     return fill(state, reader, str(directory), **options, parallelization_group=parallelization_group)
 
@@ -109,28 +95,21 @@ def fill(
     check_strictness(strictness)
     started = time.perf_counter()
     coordination = Coordination.of(group)
-    error: ValueError | None = None
-    spec, comparison = LocalSpec((), ()), KeyComparison([], [], b"")
-    try:
+
+    def compare() -> tuple[LocalSpec, KeyComparison]:
         spec = describe(state)
         _check_apart(state)
-        comparison = compare_keys(spec, reader.metadata)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
+        return spec, compare_keys(spec, reader.metadata)
 
     def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
         merged = merge_comparisons(comparisons, reader.metadata, skip, where)
         return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
+    # An error of one rank is told to all before any of them waits for another one's share.
+    spec, comparison = coordination.together(compare)
     report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
-    # All ranks agree so far. From here on an error of one is told to all before anybody waits for its share.
     shares = _shares(reader, spec, parallelization_group)
-    try:
-        objects = _read_local(state, reader, workers, shares, parallelization_group)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
+    objects = coordination.together(lambda: _read_local(state, reader, workers, shares, parallelization_group))
     if any(shares):
         all_gather_shares(shares, boxes_of(state), parallelization_group)
     seconds = time.perf_counter() - started
@@ -187,3 +166,115 @@ def load_common(directory: str | os.PathLike[str], *, verify: bool = False) -> d
     if not isinstance(common, dict):
         raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
     return common
+
+
+logger = logging.getLogger(__name__)
+
+
+class Contents(Protocol):
+    """What there is to load."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By key: something with the global `shape`."""
+        ...
+
+    @property
+    def objects(self) -> Collection[str]: ...
+
+
+RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
+
+
+# What is done about keys that are asked for but not stored ("unexpected"), and about the others ("missing").
+STRICTNESS = {
+    "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
+    "log_unexpected": (LOG, IGNORE),
+    "log_all": (LOG, LOG),
+    "raise_unexpected": (RAISE, IGNORE),
+    "raise_all": (RAISE, RAISE),
+    "return_unexpected": (RETURN, IGNORE),
+    "return_all": (RETURN, RETURN),
+    "ignore_all": (IGNORE, IGNORE),
+}
+"""Megatron-LM's values of `--dist-ckpt-strictness`."""
+
+
+class KeyReport(NamedTuple):
+    """`unexpected`: asked for but not in the checkpoint; `missing`: in the checkpoint, asked for by no rank."""
+
+    unexpected: list[str]
+    missing: list[str]
+
+
+def check_strictness(strictness: str) -> None:
+    if strictness not in STRICTNESS:
+        raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
+
+
+class KeyComparison(NamedTuple):
+    """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all ranks."""
+
+    wrong: list[str]  # lines about keys whose shape or kind differs
+    unexpected: list[str]
+    requested: bytes  # a bit for each key of the checkpoint, in sorted order: this rank asks for it
+
+
+def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
+    """What this rank asks for against the checkpoint."""
+    shapes: dict[str, tuple[int, ...] | None] = {tensor.key: tensor.shape for tensor in spec.tensors}
+    shapes.update(dict.fromkeys(spec.objects))
+    wrong = []
+    for key, shape in shapes.items():
+        if shape is None and key in contents.tensors:
+            wrong.append(f"{key}: a tensor in the checkpoint, an object here")
+        elif shape is not None and key in contents.objects:
+            wrong.append(f"{key}: an object in the checkpoint, a tensor here")
+        elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
+            wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
+    stored = _stored_keys(contents)
+    requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
+    return KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
+
+
+def merge_comparisons(
+    comparisons: Sequence[KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
+) -> KeyReport:
+    """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
+    wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
+    if wrong:
+        raise CheckpointError(f"{where}: does not fit this model:\n  " + some(wrong, 50))
+    unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
+    by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(len(comparisons), -1)
+    stored = _stored_keys(contents)
+    requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
+    missing = [key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)]
+    return KeyReport(unexpected, missing)
+
+
+def _stored_keys(contents: Contents) -> list[str]:
+    return sorted(contents.tensors.keys() | set(contents.objects))
+
+
+def apply_strictness(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
+    """Raise or log as `strictness` says; what is left is for the caller."""
+    stored = _stored_keys(contents)
+    unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
+    titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
+    raised, left = [], []
+    reactions = zip(report, (unexpected, report.missing), titles, STRICTNESS[strictness], strict=True)
+    for keys, lines, title, reaction in reactions:
+        text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"
+        if keys and reaction == RAISE:
+            raised.append(text)
+        elif keys and reaction == LOG:
+            logger.warning("%s: %s", where, text)
+        left.append(keys if reaction == RETURN else [])
+    if raised:
+        raise CheckpointError(f"{where}: " + "\n".join(raised))
+    return KeyReport(*left)
+
+
+def _with_near(key: str, stored: list[str]) -> str:
+    near = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
+    return f"{key} (there is {' and '.join(near)})" if near else key

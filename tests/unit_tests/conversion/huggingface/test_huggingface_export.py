@@ -17,11 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.conversion.files import Options
-from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import Options, Source, optimizer_key, read_whole
 from tests import GOLDEN
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
@@ -143,7 +141,7 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
         ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
         ({"swiglu": False, "squared_relu": True}, "squared_relu = True"),
-        ({"add_qkv_bias": True, "qk_layernorm": True}, "no qk_layernorm = True"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "no has_qkv_bias = True"),
         ({"swiglu": False}, "no swiglu = False"),
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
     ],
