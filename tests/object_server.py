@@ -43,7 +43,8 @@ class FaultyProxy:
     """Forwards requests to `url`; `fault(method, path, headers)` may name what goes wrong with one.
 
     "refuse": 503 without asking the server; "drop": the server does it, but its answer is lost; "strip": conditions are
-    taken off the request, as by a store that ignores them.
+    taken off the request, as by a store that ignores them; "quotes": If-Match is compared with the tag without quotes,
+    as Ceph's gateway does.
     """
 
     def __init__(self, url, fault):
@@ -62,6 +63,9 @@ class FaultyProxy:
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
+                if kind == "quotes":
+                    tags = [name for name in headers if name.lower() == "if-match"]
+                    headers |= {name: f'"{headers[name]}"' for name in tags}
                 if kind == "strip":
                     headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
                 connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)

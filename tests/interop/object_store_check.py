@@ -6,7 +6,6 @@ The second address is that of the bucket or container, which is made first: obst
 """
 
 import base64
-import hashlib
 import hmac
 import os
 import sys
@@ -26,23 +25,21 @@ AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFP
 
 def create(bucket: str) -> None:
     """Make the bucket (S3) or container (Azure), as soon as the server answers."""
-    path = urllib.parse.urlparse(bucket).path
-    date, version = formatdate(usegmt=True), "2021-08-06"
+    path, date = urllib.parse.urlparse(bucket).path, formatdate(usegmt=True)
     if "devstoreaccount1" in bucket:
-        lines = ["PUT", *[""] * 11, f"x-ms-date:{date}", f"x-ms-version:{version}", f"/devstoreaccount1{path}"]
-        name, key, digest = "SharedKey devstoreaccount1", base64.b64decode(AZURITE), hashlib.sha256
-        text, bucket = "\n".join([*lines, "restype:container"]), f"{bucket}?restype=container"
+        headers = {"x-ms-date": date, "x-ms-version": "2021-08-06"}
+        signed = [f"{name}:{value}" for name, value in headers.items()]
+        text = "\n".join(["PUT", *[""] * 11, *signed, f"/devstoreaccount1{path}", "restype:container"])
+        who, key, digest = "SharedKey devstoreaccount1", base64.b64decode(AZURITE), "sha256"
+        bucket += "?restype=container"
     else:
-        name, key, digest = (
+        headers, text = {"Date": date}, f"PUT\n\n\n{date}\n{path}"
+        who, key, digest = (
             f"AWS {os.environ['AWS_ACCESS_KEY_ID']}",
             os.environ["AWS_SECRET_ACCESS_KEY"].encode(),
             "sha1",
         )
-        text = f"PUT\n\n\n{date}\n{path}"
-    signature = base64.b64encode(hmac.new(key, text.encode(), digest).digest()).decode()
-    headers = {"Date": date, "x-ms-date": date, "x-ms-version": version, "Authorization": f"{name}:{signature}"}
-    if "devstoreaccount1" not in bucket:
-        del headers["x-ms-date"], headers["x-ms-version"]
+    headers["Authorization"] = f"{who}:{base64.b64encode(hmac.new(key, text.encode(), digest).digest()).decode()}"
     request = urllib.request.Request(bucket, method="PUT", headers=headers | {"Content-Length": "0"})
     for _ in range(60):
         try:

@@ -127,7 +127,7 @@ def check_radosgw(python: Path, work: Path) -> None:
             run(OURS, "-m", "tests.interop.object_store_check", "s3://box/run", "http://127.0.0.1:9106/box")
     finally:
         for file in (work / "run").glob("*.pid"):
-            subprocess.run(["kill", file.read_text().strip()], check=False)
+            subprocess.run(["kill", "-KILL", file.read_text().strip()], check=False)
 
 
 @contextlib.contextmanager

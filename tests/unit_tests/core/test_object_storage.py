@@ -126,6 +126,17 @@ def test_a_store_that_ignores_conditions_is_refused(server):
     assert root.store.sizes("probe") == {}, "nothing is left"
 
 
+def test_a_store_that_compares_tags_without_quotes(server):
+    with FaultyProxy(server, lambda *request: "quotes"):
+        root = path_of("s3://bucket/quotes")
+        check_conditional_requests(root)
+        e_tag = root.store.create("quotes/a", b"1")
+        second = root.store.replace("quotes/a", b"2", e_tag)
+        with pytest.raises(ConflictError):
+            root.store.replace("quotes/a", b"3", e_tag)
+        assert root.store.read("quotes/a") == (b"2", second)
+
+
 def test_no_bucket_is_one_clear_error(server):
     with pytest.raises(ValueError, match="checkpoints cannot be saved to s3://nowhere/run"):
         check_conditional_requests(path_of("s3://nowhere/run"))
