@@ -138,6 +138,7 @@ def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progr
         for place, common in wanted:
             assert block is not None
             part = narrow(block, common.in_first, common.shape).contiguous()
+            # Whole rows of a piece are neighbours in its file: one run, one write.
             (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
