@@ -145,7 +145,7 @@ class DataLoaderConfig:
     """How samples reach the training loop. Field names are Megatron-LM's argument names."""
 
     dataloader_type: str = flag("single", choices=("single", "cyclic"))
-    """single: the samples of a data set once, in its order; cyclic: again and again, shuffled anew every time."""
+    """single: read a data set once, in its order; cyclic: read it repeatedly, reshuffled every time."""
     num_workers: int = flag(2)
     """Processes per rank and data set that read ahead; 0 reads in the training process."""
     seed: int = flag(1234)
@@ -250,7 +250,7 @@ class DataIterator:
     def _exhausted(self) -> str:
         consumed_samples, micro_batch_size, _, dp_size = self._place
         return (
-            f"the data is used up: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
+            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
             f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
             "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )
