@@ -62,7 +62,6 @@ def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
 
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
-
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -70,7 +69,6 @@ _CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     _BY_LAYER: True,
 }
-
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
@@ -296,7 +294,6 @@ _STATEFUL = re.compile(
     r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
     r"|decoder\.final_layernorm)\.weight"
 )
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 

@@ -268,7 +268,7 @@ class _RingSum:
         return self._shift.wait()
 
 
-class _Gather:
+class _AllGather:
     """All tensors are gathered at once, and all gradients scattered."""
 
     def fetch(self, mine: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -295,4 +295,4 @@ class _ScatterSum:
         return start_sequence_reduce_scatter(whole, self._cp).wait()
 
 
-_EXCHANGES: dict[str, _Exchange] = {"p2p": _Ring(), "all_gather": _Gather()}
+_EXCHANGES: dict[str, _Exchange] = {"p2p": _Ring(), "all_gather": _AllGather()}

@@ -50,14 +50,7 @@ def find_start(config: CheckpointConfig) -> Start | None:
         return None
     found, weights_only = answer
     hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
-    source: Source | None = None
-    error: ValueError | None = None
-    try:
-        source = open_found(found, hints)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert source is not None
+    source = coordination.together(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 

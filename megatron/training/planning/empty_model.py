@@ -82,21 +82,21 @@ def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvide
         yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a checkpoint: its key, the optimizer group that it belongs to, whether it holds experts."""
+class ParameterInFile(NamedTuple):
+    """A parameter in a checkpoint: its key, the optimizer group that it belongs to, whether it holds experts."""
 
     key: str
     group: ParamGroup
     expert: bool
 
 
-def stored_sizes(chunks: Iterable[EmptyChunk], whole: bool = True) -> Counter[StoredTensor]:
+def stored_sizes(chunks: Iterable[EmptyChunk], whole: bool = True) -> Counter[ParameterInFile]:
     """Elements of every stored tensor, each once: of the whole model, or of these chunks' boxes."""
-    sizes: Counter[StoredTensor] = Counter()
+    sizes: Counter[ParameterInFile] = Counter()
     for chunk in chunks:
         for key, entry in chunk.module.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
             spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
             boxes = sum(box.tensor.numel() for box in entry.boxes)
-            sizes[StoredTensor(key, spec.group, spec.info.expert)] = spec.numel if whole else boxes
+            sizes[ParameterInFile(key, spec.group, spec.info.expert)] = spec.numel if whole else boxes
     return sizes

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.planning.activation_memory import ActivationMemory
 from megatron.training.planning.costs import Traffic, plan_traffic
-from megatron.training.planning.empty_model import EmptyChunk, StoredTensor, empty_chunks, stored_sizes
+from megatron.training.planning.empty_model import EmptyChunk, ParameterInFile, empty_chunks, stored_sizes
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _optimizer_bytes(config: Config, group: ParamGroup, main_parameters: bool) -
     return 4 * (len(state_names(config.optimizer, group)) + main_parameters)
 
 
-def _stored_bytes(config: Config, sizes: Mapping[StoredTensor, int]) -> int:
+def _stored_bytes(config: Config, sizes: Mapping[ParameterInFile, int]) -> int:
     """Of weights and optimizer in a checkpoint, which holds main parameters in any case."""
     total = 0
     for tensor, numel in sizes.items():
