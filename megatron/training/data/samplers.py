@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from megatron.core.datasets import Dataset, Sample
+from megatron.core.datasets import Dataset
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
@@ -194,13 +194,10 @@ def microbatches(
         start += step
 
 
-def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Arrays [micro batch, ...]."""
-    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-
-
 def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
-    return collate([dataset[number] for number in numbers])
+    """Arrays [micro batch, ...] of these samples."""
+    samples = [dataset[number] for number in numbers]
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class DataIterator:
