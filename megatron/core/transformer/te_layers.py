@@ -188,7 +188,7 @@ class TECoreAttention(CoreAttention):
     def __init__(self, config: TransformerConfig, *, tp: Axis, rng: TensorParallelRng, **options: Any) -> None:
         super().__init__(config, tp=tp, rng=rng, **options)
         split_over, heads_over = self.cp.attention_axis, tp.size * self.cp.head_axis.size
-        self.window = config.window_size
+        self.window = self.mask.window
         self.module = te.DotProductAttention(
             config.num_attention_heads // heads_over,
             config.core_head_dim,

@@ -54,8 +54,10 @@ class TransformerBlock(MegatronModule):
             )
             for number in layers
         ]
-        for layer in stack[1:]:
-            layer.self_attention.share_tables(stack[0].self_attention)
+        kinds: dict[object, TransformerLayer] = {}
+        for number, layer in zip(layers, stack, strict=True):
+            alike = kinds.setdefault(config.window_of(number), layer)
+            layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(stack)
         self.final_layernorm = (
             self.spec.norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)

@@ -73,6 +73,8 @@ class ActivationMemory:
         c, norms = self.config, self._norms(kind)
         total = 2 * self.residual + norms * self.local_tokens * self.normalizer
         total += 0 if c.recomputes("layernorm") else norms * self.residual  # the input of the linear layers
+        if c.norm_placement == "both":
+            total += 2 * (self.residual + self.local_tokens * self.normalizer)
         total += self._latents if c.multi_latent_attention else self._qk_norms
         total += self.context if c.recomputes("mla_up_proj") else self._core
         total += 0 if self.mlp_again(kind) else self._mlp(kind)

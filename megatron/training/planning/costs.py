@@ -34,7 +34,9 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
         qkv = config.hidden_size * (latent + config.qk_pos_emb_head_dim)
         qkv += latent * heads * (config.qk_head_dim + config.v_head_dim)
         qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (query or 0)
-    scores_and_values = heads * (config.qk_width + config.v_width) * attended_keys(config, seq_length)
+    windows = sum(config.window_pattern) / config.num_layers
+    keys = windows * attended_keys(config, seq_length) + (1 - windows) * seq_length / 2
+    scores_and_values = heads * (config.qk_width + config.v_width) * keys
     projection = heads * config.v_width * config.hidden_size
     per_width = (3 if config.gated else 2) * config.hidden_size
     mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
@@ -46,7 +48,7 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
 
 
 def attended_keys(config: TransformerConfig, seq_length: int) -> float:
-    """Keys that a token sees on average: half the sequence, or less with a sliding window."""
+    """Keys that a token sees on average in a layer with the window, if the model has one: at most half the sequence."""
     left = seq_length if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
     left = min(left, seq_length)
     return left - left * left / (2 * seq_length)

@@ -70,6 +70,8 @@ def saved_bytes(model):
         LATENT | {"qk_layernorm": True},
         LATENT | WHOLE_QUERIES,
         LATENT | UP_AGAIN,
+        GATED | {"swiglu": False, "geglu": True, "norm_placement": "both"},
+        GATED | {"norm_placement": "post"},
     ],
     ids=str,
 )
