@@ -226,7 +226,18 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
         vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers") if same_pipeline else ()
     tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
-    return Layout.of(args["num_layers"], tp, pp, vpp, {name: args.get(name) for name in ends})
+    splits = {name: args.get(name) for name in ends}
+    if (args.get("num_experts") or 0) <= 1:
+        return Layout.of(args["num_layers"], tp, pp, vpp, splits)
+    ep = options.expert_parallel or args.get("expert_model_parallel_size") or 1
+    same_tensor = tp == (args.get("tensor_model_parallel_size") or 1)
+    etp = options.expert_tensor_parallel or (args.get("expert_tensor_parallel_size") if same_tensor else None)
+    if ep == 1 and options.expert_tensor_parallel not in (None, tp):
+        raise ValueError(
+            f"--target-expert-tensor-parallel-size {etp} needs --target-expert-model-parallel-size: legacy files split "
+            f"experts as dense layers, over {tp} ranks, where there is no expert parallelism"
+        )
+    return Layout.of(args["num_layers"], tp, pp, vpp, splits, (ep, etp if ep > 1 else None))
 
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:

@@ -280,6 +280,8 @@ class Options:
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     virtual_pipeline_parallel: int | None = None
+    expert_parallel: int | None = None
+    expert_tensor_parallel: int | None = None
     dtype: torch.dtype | None = None  # of the weights
     optimizer: bool = True
     vocab_size: int | None = None  # rows beyond it are cut
