@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import glob
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
 
 @dataclass
 class PreprocessConfig:
-    """What is read, how it is cut into documents, and where the tokens go."""
+    """What to read, how to cut it into documents, and where to write the tokens."""
 
     input: list[str] | None = flag(None)
     """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern are sorted."""
@@ -198,17 +199,10 @@ def split_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def split_blocks(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    block: list[bytes] = []
-    first = 1
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            first = first if block else number
-            block.append(line)
-        elif block:
-            yield first, b"".join(block).rstrip(b"\r\n")
-            block = []
-    if block:
-        yield first, b"".join(block).rstrip(b"\r\n")
+    for is_text, group in itertools.groupby(enumerate(lines, start=1), key=lambda row: bool(row[1].strip())):
+        if is_text:
+            numbers, block = zip(*group, strict=True)
+            yield numbers[0], b"".join(block).rstrip(b"\r\n")
 
 
 def split_file(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
@@ -39,12 +38,6 @@ ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
 
 The micro batch is empty on chunks that need no data.
 """
-
-
-class ModelProvider(Protocol):
-    """Builds one pipeline chunk, not yet initialised."""
-
-    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
 
 
 class DatasetsProvider(Protocol):

@@ -30,7 +30,7 @@ from megatron.training.checkpoint.checkpointing import (
 )
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
-from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
@@ -49,7 +49,7 @@ from megatron.training.reporting import console
 from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, log_line
 from megatron.training.reporting.measurements import StepProfiler, Timers, memory, memory_line, params_norm
 from megatron.training.reporting.summary import reporting
-from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run import DatasetsProvider, ForwardStep, Run
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from megatron.core.datasets.config import GPTDatasetConfig
 
 
 class TextTokenizer(Protocol):
-    """Of a tokenizer, what is needed here."""
+    """The part of a tokenizer that is used here."""
 
     @property
     def tokenize(self) -> Callable[[str], list[int]]: ...

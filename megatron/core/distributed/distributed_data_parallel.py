@@ -1,4 +1,4 @@
-"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, while backward goes on."""
+"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, during the backward pass."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = flag(False)
     """Shard main parameters and optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)
-    """Reduce each bucket of gradients while the backward pass goes on."""
+    """Reduce each bucket of gradients during the backward pass."""
     overlap_param_gather: bool = flag(False)
-    """Gather each bucket of updated parameters while the next forward pass goes on; needs the distributed optimizer."""
+    """Gather each bucket of updated parameters during the next forward pass; needs the distributed optimizer."""
     grad_reduce_in_bf16: bool = flag(False)
     """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a loss of precision."""
     ddp_bucket_size: int | None = flag(None)
@@ -108,8 +108,12 @@ class DistributedDataParallel(MegatronModule):
         self.grad_divisor: float | torch.Tensor = float(dp.size)
         self.flat_buffers = _make_buffers(module, config, dp, self.edp)
         self.buckets = _in_order_of_completion(module, self.flat_buffers)
+        # Collectives match by order, so every rank must start them in the same one, whatever the order in which its
+        # backward pass completes the buckets: a bucket that is complete early waits for those before it.
         self._next_bucket = 0  # the first bucket whose reduction has not started
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        # Gradients that are added to `main_grad` never pass through `param.grad`, so a post-accumulate hook would not
+        # see them: the hooks are on the autograd nodes, which run in either case.
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
         if config.overlap_param_gather:
             self._register_gather_hooks(bucket_of)
@@ -176,7 +180,7 @@ class DistributedDataParallel(MegatronModule):
             last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
 
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
-        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, be it None.
+        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, also if it is None.
 
         The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
         """
@@ -195,7 +199,6 @@ class DistributedDataParallel(MegatronModule):
         if self.require_sync and self.config.overlap_grad_reduce:
             assert param in bucket.missing, "a parameter got a second gradient after it was counted as complete"
             bucket.missing.remove(param)
-            # In one order on all ranks, whatever the order in which their backward passes complete the buckets.
             while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
                 self._start_next_bucket()
 

@@ -57,6 +57,7 @@ class Schedule:
         """Learning rate after `num_steps` samples, between other ends if given."""
         max_lr = self.max_lr if max_lr is None else max_lr
         min_lr = self.min_lr if min_lr is None else min_lr
+        # The order of these cases is Megatron-LM's: warm-up first, and the end of the decay is an exact minimum.
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
             return self.init_lr + (max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
         if self.lr_decay_style == "constant":

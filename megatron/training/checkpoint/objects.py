@@ -25,6 +25,8 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.layer_spec import Quantized
 from megatron.training.run import Run
 
+logger = logging.getLogger(__name__)
+
 _TRACKER_STATE = "model-parallel-rng"
 
 
@@ -87,9 +89,6 @@ def _set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
     else:
         rng.set_state(tracker)
     return unfit
-
-
-logger = logging.getLogger(__name__)
 
 
 def fp8_state(run: Run, model: ShardedStateDict) -> dict[str, ShardedObject]:

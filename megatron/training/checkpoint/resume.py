@@ -288,7 +288,7 @@ def _take_position(run: Run, training: TrainingState, fingerprint: str | None, w
 
 
 def _restore_generators(run: Run, state: dict[str, Any] | None) -> None:
-    """What does not fit (another layout, another kind of device, another program) is seeded anew, and so repeatable."""
+    """Restore what fits; the rest (other layout, device or program) is seeded again, so that the run is repeatable."""
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:

@@ -18,7 +18,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from megatron.core.datasets import Dataset, Sample
+from megatron.core.datasets import Dataset
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
@@ -145,7 +145,7 @@ class DataLoaderConfig:
     """How samples reach the training loop. Field names are Megatron-LM's argument names."""
 
     dataloader_type: str = flag("single", choices=("single", "cyclic"))
-    """single: the samples of a data set once, in its order; cyclic: again and again, shuffled anew every time."""
+    """single: read a data set once, in its order; cyclic: read it repeatedly, reshuffled every time."""
     num_workers: int = flag(2)
     """Processes per rank and data set that read ahead; 0 reads in the training process."""
     seed: int = flag(1234)
@@ -194,13 +194,10 @@ def microbatches(
         start += step
 
 
-def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Arrays [micro batch, ...]."""
-    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-
-
 def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
-    return collate([dataset[number] for number in numbers])
+    """Arrays [micro batch, ...] of these samples."""
+    samples = [dataset[number] for number in numbers]
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class DataIterator:
@@ -250,7 +247,7 @@ class DataIterator:
     def _exhausted(self) -> str:
         consumed_samples, micro_batch_size, _, dp_size = self._place
         return (
-            f"the data is used up: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
+            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
             f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
             "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )

@@ -16,8 +16,7 @@ from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.config.run_config import Config
-from megatron.training.run import ModelProvider
+from megatron.training.config.run_config import Config, ModelProvider
 
 
 @dataclass(frozen=True)

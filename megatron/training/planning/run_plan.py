@@ -17,11 +17,10 @@ from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.optimizer import state_names
 from megatron.core.parallel_state import ParallelState, Place
 from megatron.core.pipeline_parallel.schedules import schedule
-from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.planning.activation_memory import ActivationMemory
 from megatron.training.planning.costs import Traffic, plan_traffic
 from megatron.training.planning.empty_model import EmptyChunk, ParameterInFile, empty_chunks, stored_sizes
-from megatron.training.run import ModelProvider
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class MemoryPlan:
     activations: int
     """Kept by embedding and layers between forward and backward, at the moment of the peak."""
     loss: int
-    """Kept then by the final norm and the loss, the logits above all."""
+    """Kept at that moment by the final norm and the loss, mostly the logits."""
     temporary: int
-    """Held besides by the pass under way, and by messages between stages."""
+    """Held in addition by the pass under way, and by messages between stages."""
 
     @property
     def total(self) -> int:
@@ -196,7 +195,8 @@ def _peak(
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.kinds) for chunk in chunks]
     backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
-    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
+    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result being sent, an input being received
+    # The peak is at a backward pass: it needs its temporaries while all passes in flight still hold their activations.
     in_flight, peak = [0] * len(chunks), _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
     for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size):

@@ -25,6 +25,8 @@ from megatron.core.parallel_state import ParallelState
 from megatron.training.config.options import ProfilingConfig
 from megatron.training.reporting.console import EVERY_RANK
 
+logger = logging.getLogger(__name__)
+
 _STATM = Path("/proc/self/statm")  # Linux
 
 
@@ -156,9 +158,6 @@ _FORMATS = {
     "minmax": lambda values: f"({min(values):.2f}, {max(values):.2f})",
     "all": lambda values: "  ".join(f"rank {rank}: {value:.2f}" for rank, value in enumerate(values)),
 }
-
-
-logger = logging.getLogger(__name__)
 
 
 class StepProfiler:

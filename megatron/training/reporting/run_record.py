@@ -75,7 +75,7 @@ class RunRecord:
         self.write("point", iteration=iteration, values=values)
 
     def close(self) -> None:
-        """Every line was written at once."""
+        """Nothing to do: lines are written as they come."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a run is: printed before its first iteration, and recorded from its first line to its end."""
+"""The summary of a run, printed before its first iteration and recorded, and the record of how it ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron import __version__
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.utils import size_text
-from megatron.training.config.run_config import Config, parse_args, replica_size
+from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, make_writers
 from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite, goodput, read_record
-from megatron.training.run import ModelProvider, Run
+from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
 
 @contextmanager
 def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
-    """Say what the run is, give rank 0 `writers` and those of the flags during the block, record how it ended."""
+    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how the run ended."""
     if run.ps.rank > 0:
         yield
         return
@@ -105,7 +105,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     if record is not None:
         run.writers.append(record)
         _record_start(run, record, topics)
-    ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
+    ended: dict[str, Any] = {"reason": "stopped", "failed": True}
     try:
         yield
         ended = {"reason": run.exit_reason or "complete", "failed": False}
