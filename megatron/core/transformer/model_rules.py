@@ -69,9 +69,8 @@ def _of_windows(config: TransformerConfig) -> Iterator[str]:
         yield (f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers {config.num_layers}")
     if isinstance(skip, int) and skip < 1:
         yield f"--window-attn-skip-freq must be positive, got {skip}"
-    if config.window_size is None:
-        given = {"--window-attn-skip-freq": skip, "--rotary-base-local": config.rotary_base_local}
-        yield from (f"{name} {value} needs --window-size" for name, value in given.items() if value is not None)
+    if config.window_size is None and skip is not None:
+        yield f"--window-attn-skip-freq {skip} needs --window-size"
 
 
 def _of_norms(config: TransformerConfig) -> Iterator[str]:
