@@ -81,7 +81,13 @@ class SelfAttention(Attention):
             self.k_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
         self.rotary = None
         if config.position_embedding_type == "rope":
-            self.rotary = RotaryTables(config, cp.attention_axis, head_dim, config.rotary_interleaved)
+            self.rotary = RotaryTables(
+                config,
+                cp.attention_axis,
+                head_dim,
+                config.rotary_interleaved,
+                kernel=spec.rope if config.apply_rope_fusion else None,
+            )
         self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:

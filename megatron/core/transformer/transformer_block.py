@@ -39,7 +39,6 @@ class TransformerBlock(MegatronModule):
         """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
         self.spec = layer_spec(config)
-        self.precision = self.spec.precision(config, stage)
         self.config, self.rng, self.layer_numbers = config, rng, layers
         stack = [
             TransformerLayer(
@@ -57,6 +56,7 @@ class TransformerBlock(MegatronModule):
         for layer in stack[1:]:
             layer.self_attention.share_tables(stack[0].self_attention)
         self.layers = nn.ModuleList(stack)
+        self.precision = self.spec.precision(config, stage, dict(zip(layers, stack, strict=True)))
         self.final_layernorm = (
             self.spec.norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
             if post_process

@@ -19,6 +19,7 @@ import torch
 from megatron import __version__
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY
 from megatron.core.utils import size_text
 from megatron.planning.empty_model import RunShape
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
@@ -41,7 +42,7 @@ def run_shape(config: Config, world_size: int, model_provider: ModelProvider, de
 
     It is planned with the local layers: shapes are the same, and no other back end need be installed.
     """
-    config = replace(config, model=replace(config.model, transformer_impl="local", fp8=None))
+    config = replace(config, model=replace(config.model, **COMPUTED_LOCALLY))
     batches = config.batch_schedule(config.parallel.dp_size(world_size))
     return RunShape(
         model=config.model,
@@ -259,8 +260,9 @@ def _device(device: torch.device) -> str:
 
 def _precision(config: Config) -> str:
     name = str(config.model.params_dtype).removeprefix("torch.")
-    if config.model.fp8 is not None:
-        name += f", layers in fp8 ({config.model.fp8}, {config.model.fp8_recipe} scaling)"
+    if config.model.low_precision is not None:
+        narrow = f"fp8 ({config.model.fp8}" if config.model.fp8 is not None else f"fp4 ({config.model.fp4}"
+        name += f", layers in {narrow}, {config.model.low_precision} scaling)"
     return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
 
 
