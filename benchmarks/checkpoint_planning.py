@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
-from megatron.core.dist_checkpointing.format.metadata_writer import encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.planning.file_layout import place_items  # noqa: E402
 from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.core.optimizer import apex, grad_scaler
+from megatron.core.optimizer.update_rules import AdamW
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -14,10 +15,10 @@ def check_adam(device: str, tolerance: float) -> None:
     torch.manual_seed(0)
     values = [torch.randn(size) for size in (1000, 70_000, 64)]
     rules = []
-    for make in (apex.ApexAdam, lambda *options: torch.optim.AdamW(options[0], *options[1:], fused=True)):
+    for make in (apex.ApexAdam, AdamW):
         params = [value.to(device, copy=True) for value in values]
         groups = [{"params": part, "lr": 1e-2, "weight_decay": 0.1} for part in (params[:2], params[2:], [])]
-        rule = make(groups, 1e-2, (0.9, 0.95), 1e-8)
+        rule = make(groups, betas=(0.9, 0.95), eps=1e-8)
         for param in params:
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             rule.state[param] = zeros | {"step": torch.zeros((), device=device)}

@@ -1,44 +1,50 @@
-"""From any format to any format, through model space: how each is opened and written."""
+"""Opening a checkpoint of any format, writing it in any other, and loading it into a run: all through model space."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron.conversion.deepspeed.reader import UniversalSource
-from megatron.conversion.deepspeed.writer import write_universal
-from megatron.conversion.files import Options, Progress, exclusive_output_dir, no_progress
+from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
 from megatron.conversion.find_checkpoint import Found, require_checkpoint
-from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import write_huggingface
-from megatron.conversion.load import RunCheckpoint
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
-from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, TorchDistSource, write_torch_dist
+from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
+    Options,
+    Progress,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
     full_precision_key,
+    no_progress,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
 from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import file_name
-from megatron.core.durable_files import fsync_tree, put_in_place
+from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
+from megatron.core.progress import Progress as ProgressBar
 
 _VERIFY_BYTES = 64 << 20
 
@@ -264,3 +270,85 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
     not_carried = write(root / file_name(name, "the iteration"))
     write_tracker(root, iteration)
     return not_carried
+
+
+class _SourceReader:
+    """What the engine reads a `Source` of another program by: tensors box by box, generators as objects."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.metadata = self
+        self.tensors = source.tensors
+        self.objects: Collection[str] = source.training.rng if source.training is not None else ()
+        self.bytes_needed = self.bytes_read = 0
+
+    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
+        """In one thread: sources make no promise about more."""
+        for key, offset, target in requests:
+            target.copy_(self._source.read(key, offset, tuple(target.shape)))
+            self.bytes_needed += target.numel() * self.tensors[key].dtype.itemsize
+            self.bytes_read = self.bytes_needed
+
+    def read_object(self, key: str) -> Any:
+        assert self._source.training is not None
+        return self._source.training.rng[key]()
+
+
+def load_from_source(state: ShardedStateDict, source: Source, **options: Any) -> LoadReport:
+    """Fill the tensors of `state` in place from `source`; a collective. Options are those of `fill`.
+
+    Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+    """
+    reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
+    total = sum(
+        box.tensor.nbytes for entry in state.values() if isinstance(entry, ShardedTensor) for box in entry.boxes
+    )
+    quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
+    with ProgressBar(f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet):
+        return fill(state, reader, source.description, **options)
+
+
+@contextmanager
+def exclusive_output_dir(directory: Path) -> Iterator[None]:
+    """Create or empty `directory` for one process at a time, and remove it if the block fails.
+
+    Raises ValueError while another conversion works there. Leftovers of a killed conversion are removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = _open_own(directory)
+    try:
+        # The lock goes with the process: a killed conversion blocks nobody.
+        _lock(handle, directory)
+        try:
+            for path in directory.iterdir():
+                remove(path)
+            make_empty_directory(directory)
+            yield
+        except BaseException:
+            remove(directory)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _open_own(directory: Path) -> int:
+    """Refuse links: a planted one would have its target emptied."""
+    try:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise ValueError(f"{directory} is a link: remove it, since a conversion would write to its target") from error
+    if os.fstat(handle).st_uid != os.geteuid():
+        os.close(handle)
+        raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
+    return handle
+
+
+def _lock(handle: int, directory: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
+    except OSError:  # some network file systems do not support locks
+        pass

@@ -7,6 +7,8 @@ something was lost since; then the newest complete checkpoint is taken instead.
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import logging
 import re
 from collections.abc import Callable
@@ -15,7 +17,9 @@ from typing import NamedTuple
 
 from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
 from megatron.conversion.huggingface.config_rules import is_huggingface
-from megatron.conversion.megatron_lm.legacy_files import is_legacy, legacy_faults
+from megatron.conversion.megatron_lm.args import MODEL_FILE, OPTIMIZER_FILE, open_legacy, rank_directory
+from megatron.conversion.model_space.pieces import archive_faults
+from megatron.conversion.model_space.source import COMMON, RANKS
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     is_complete,
@@ -30,6 +34,7 @@ from megatron.core.object_storage import ObjectPath, path_of
 logger = logging.getLogger(__name__)
 
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
+
 _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 
 
@@ -57,9 +62,29 @@ def _torch_dist_faults(directory: Path) -> list[str]:
     return missing_or_truncated(directory) if is_complete(directory) else [f"{METADATA_JSON} is missing"]
 
 
+def _is_legacy(directory: Path) -> bool:
+    return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+
+
+def _legacy_faults(directory: Path) -> list[str]:
+    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
+    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+    stored = COMMON(open_legacy(first), str(first)).get("args")
+    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
+    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
+    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    if not args or first.parent.name not in ranks:
+        return []  # of a layout or an age that is refused when it is opened
+    names = [MODEL_FILE]
+    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
+        names.append(OPTIMIZER_FILE)
+    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
+
+
 FORMATS: dict[str, Format] = {
     "torch_dist": Format(_is_torch_dist, _torch_dist_faults),
-    "legacy": Format(is_legacy, legacy_faults),
+    "legacy": Format(_is_legacy, _legacy_faults),
     "hf": Format(is_huggingface, lambda directory: []),  # opening it checks all of its files
     "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
 }

@@ -14,8 +14,6 @@ import sys
 import traceback
 from typing import Any
 
-import torch._dynamo  # noqa: F401  the first optimizer of a process imports it, which takes seconds
-
 import pretrain_gpt
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import Hints, convert, open_checkpoint
-from megatron.conversion.files import Options
+from megatron.conversion.model_space.source import Options
 from tests.compare import assert_same
 from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron.conversion.load as loading
+import megatron.conversion.convert as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
-from megatron.conversion.files import Options
+from megatron.conversion.model_space.source import Options
 from tests.compare import assert_same
 from tests.training_harness import LAYOUTS, MODELS, train, whole
 

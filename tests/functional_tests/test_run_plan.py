@@ -8,14 +8,7 @@ from megatron.planning.run_plan import RunPlan, plan_run
 from megatron.training.reporting.summary import run_shape
 from tests.live_tensors import LiveTensors
 from tests.torch_versions import of_current_torch
-from tests.training_harness import (
-    Measurements,
-    datasets_provider,
-    forward_step,
-    model_provider,
-    parse_args,
-    pretrain,
-)
+from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider, parse_args, pretrain
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "

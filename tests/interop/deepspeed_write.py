@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megatron.conversion.deepspeed.writer import write_universal
+from megatron.conversion.deepspeed.universal import write_universal
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source
 
 MODELS = {

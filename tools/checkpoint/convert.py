@@ -21,9 +21,9 @@ import torch
 
 from megatron.conversion.convert import WRITERS, ConversionReport, Hints, convert
 from megatron.conversion.deepspeed.files import STYLES
-from megatron.conversion.deepspeed.reader import QKV_LAYOUTS
-from megatron.conversion.files import Options, parse_size
+from megatron.conversion.deepspeed.universal import QKV_LAYOUTS
 from megatron.conversion.find_checkpoint import FORMATS
+from megatron.conversion.model_space.source import Options, parse_size
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.object_storage import path_of

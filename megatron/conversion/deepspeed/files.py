@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import archive_faults
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
+from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import (
     ADAM,
     GRAD_SCALER,

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from megatron.conversion.files import Progress, run_jobs, write_at
+from megatron.conversion.model_space.pieces import run_jobs, write_at
 from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
-from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     SHAPE,

@@ -15,7 +15,7 @@ import torch
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import COMMON, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
@@ -62,6 +62,7 @@ def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
 
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
+
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -69,6 +70,7 @@ _CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     _BY_LAYER: True,
 }
+
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
@@ -294,6 +296,7 @@ _STATEFUL = re.compile(
     r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
     r"|decoder\.final_layernorm)\.weight"
 )
+
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 
@@ -313,3 +316,19 @@ def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObje
 
 def is_extra_state(key: str) -> bool:
     return "._extra_state/shard_" in key
+
+
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+
+
+def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+def open_legacy(path: Path, *kinds: type) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
+    content = safe_open(path)
+    if not isinstance(content, kinds or dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return content

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.megatron_lm.args import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
     arguments,
+    open_legacy,
     param_groups,
+    rank_directory,
     rng_key,
     stored_model,
     training_state,
 )
-from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, open_file, rank_directory
 from megatron.conversion.megatron_lm.optimizer_state import (
     CheckedTable,
     bucket_size_of,
@@ -77,13 +80,13 @@ class LegacySource:
     def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
         first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-        first = open_file(first_file)
+        first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
         writers = _Writer.of(layout, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
-        files = {rank: COMMON(open_file(path), str(path)) for rank, path in paths.items()}
+        files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
         begin = writers[0]
         # Files record the padded vocabulary only as the number of rows per rank.
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
@@ -103,7 +106,7 @@ class LegacySource:
             chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
-            found = open_file(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
+            found = open_legacy(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
             for number, kind in enumerate(kinds):  # dense layers, then experts
                 own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]

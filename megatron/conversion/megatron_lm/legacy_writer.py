@@ -15,18 +15,34 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.files import Progress, no_progress, run_jobs, write_archive
-from megatron.conversion.megatron_lm.args import common_state, initial_rng_state, rng_key, stored_model
-from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE, OPTIMIZER_FILE, rank_directory
+from megatron.conversion.megatron_lm.args import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    common_state,
+    initial_rng_state,
+    rank_directory,
+    rng_key,
+    stored_model,
+)
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import FilePlace, LocalBox, LocalParameter, write_to_places
-from megatron.conversion.model_space.rank_layout import (
-    Layout,
-    in_modules,
-    rank_parameters,
+from megatron.conversion.model_space.pieces import (
+    FilePlace,
+    LocalBox,
+    LocalParameter,
+    run_jobs,
+    write_archive,
+    write_to_places,
 )
-from megatron.conversion.model_space.source import Source, TrainingState, optimizer_key, optimizer_states
+from megatron.conversion.model_space.rank_layout import Layout, in_modules, rank_parameters
+from megatron.conversion.model_space.source import (
+    Progress,
+    Source,
+    TrainingState,
+    no_progress,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.tensor_parallel import padded_vocab_size

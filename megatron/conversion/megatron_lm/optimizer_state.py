@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, bits
-from megatron.conversion.model_space.source import (
-    OPTIMIZER_STATES,
-    Shape,
-    optimizer_key,
-    optimizer_states,
-    split_key,
-)
+from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, optimizer_key, optimizer_states, split_key
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.utils import round_up
 

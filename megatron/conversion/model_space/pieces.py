@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.files import Progress, write_at
-from megatron.conversion.model_space.source import Shape, Source, TensorInfo
+from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
+from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.durable_files import naming
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
+
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
 _BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
+
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
@@ -137,3 +143,72 @@ def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progr
             (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
+
+
+def make_empty_directory(directory: Path) -> None:
+    """Create `directory`; a directory with anything in it is refused, so that no stale file joins the new ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty: choose another target or remove it first")
+
+
+def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
+    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit on their number."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    view = memoryview(array)
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        with naming(path):
+            while view:
+                count = os.pwrite(descriptor, view, position)
+                view, position = view[count:], position + count
+    finally:
+        os.close(descriptor)
+
+
+def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
+    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which are zero so far."""
+    layout = lay_out_archive(value)
+    with naming(path), path.open("wb") as file:
+        file.truncate(layout.size)
+        for position, fixed in layout.fixed:
+            file.seek(position)
+            file.write(fixed)
+        for slot, position in layout.places:
+            if slot.content is not None:
+                file.seek(position)
+                file.write(slot.content.view(-1).view(torch.uint8).numpy().data)
+    return [(slot, position) for slot, position in layout.places if slot.content is None]
+
+
+def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
+    """Files of torch.save below `directory` that are missing or structurally damaged."""
+    faults = []
+    for path in paths:
+        if not path.is_file():
+            faults.append(f"{path.relative_to(directory)} is missing")
+            continue
+        try:
+            safe_open(path)  # an archive lists its content at its end
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults
+
+
+def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
+    """Run independent jobs on `workers` threads; the first error stops the rest.
+
+    Threads are enough: the work is reading, writing and copying, and all three release the interpreter lock.
+    """
+    if workers <= 1:
+        for job in jobs:
+            job()
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,9 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = plausible("LAYERS", 10_000)
+
 SIZE = plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
+
 RANKS = plausible("RANKS", 100_000)  # of an axis, or a layout
 
 
@@ -98,6 +101,7 @@ _RUN: dict[str, Check] = {
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(boolean, "legacy_tokenizer"),
 }
+
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 
@@ -114,6 +118,7 @@ PARAM_GROUP = record(
         "params?": sequence(anything),
     }
 )
+
 GRAD_SCALER = record({"scale?": scalar, "growth_tracker?": scalar, "hysteresis_tracker?": scalar})
 
 
@@ -139,6 +144,7 @@ _OPTIMIZER = record(
         "state?": mapping(anything, keys=anything),
     }
 )
+
 TRAINING_STATE = record(
     {
         "iteration?": COUNT,
@@ -178,7 +184,9 @@ COMMON = record(
 Shape = tuple[int, ...]
 
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
+
 SGD = ("param", "momentum_buffer")
+
 OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
 
 
@@ -262,3 +270,49 @@ def read_whole(source: Source, key: str) -> torch.Tensor:
     """The whole global tensor `key`."""
     info = source.tensors[key]
     return source.read(key, (0,) * len(info.shape), info.shape)
+
+
+Progress = Callable[[int], None]  # called with the number of bytes just written
+
+
+def no_progress(nbytes: int) -> None:
+    """The default `Progress`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the target shall be; None means as the source is."""
+
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    virtual_pipeline_parallel: int | None = None
+    dtype: torch.dtype | None = None  # of the weights
+    optimizer: bool = True
+    vocab_size: int | None = None  # rows beyond it are cut
+    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    max_shard_size: int = 5 * 10**9
+    optim_sidecar: bool = False
+    workers: int = 1
+    universal_style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
+    qkv_blocks: bool = False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
+    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
+    stacked_layers: bool = False
+    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
+    note: Callable[[str], None] = lambda text: None  # receives further lines for the user
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "5GB", "300MB", "2GiB" or a plain number; decimal units as in `transformers`."""
+    value = str(text).strip().upper()
+    digits = value.rstrip("BKMGTI ")
+    unit = value[len(digits) :].strip()
+    try:
+        size = int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
+    return size

@@ -14,13 +14,7 @@ from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_op
 from megatron.core.dist_checkpointing.generation import Generation, Lineage, SupersededError, on_branch, read_lineage
 from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load, load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request, read_metadata
-from megatron.core.dist_checkpointing.mapping import (
-    Box,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    map_keys,
-)
+from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedStateDict, ShardedTensor, map_keys
 from megatron.core.dist_checkpointing.object_generation import take_generation
 from megatron.core.dist_checkpointing.saving.commit import SaveReport
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, SaveHandle, save, staging_for_waiting

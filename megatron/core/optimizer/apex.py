@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.optimizer.update_rules import UpdateRule
+
 _CHUNK = 2048 * 32  # elements of a block, as in apex
 
 
@@ -25,30 +27,28 @@ def _import(name: str) -> Any:
         ) from error
 
 
-class ApexAdam:
-    """`apex.optimizers.FusedAdam`, with the interface and the laws of torch's fused AdamW.
+class ApexAdam(UpdateRule):
+    """`apex.optimizers.FusedAdam`. To it this is the gradient scaler, which has `grad_scale` and `found_inf`.
 
-    The gradients are divided by `grad_scale`, in place, and nothing changes if `found_inf` is 1; nothing waits for the
-    device. To apex it is the gradient scaler, which has both.
+    The gradients are divided in place. Nothing waits for the device.
     """
 
-    grad_scale: Tensor
-    found_inf: Tensor
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
-        self.param_groups = [group | {"betas": betas, "eps": eps} for group in groups]
-        rates = [group | {"lr": torch.tensor(group["lr"])} for group in self.param_groups]
-        self._adam = _import("apex.optimizers").FusedAdam(rates, lr=lr, betas=betas, eps=eps, capturable=True)
+    def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
+        super().__init__(groups, **hyperparameters)
+        on_device = [group | {"lr": torch.tensor(group["lr"])} for group in self.param_groups]
+        self._adam = _import("apex.optimizers").FusedAdam(on_device, capturable=True)
         self.state = self._adam.state
 
     @torch.no_grad()
     def step(self) -> None:
         self._adam._dummy_overflow_buf.zero_()  # of the step before; it would hold back the number of this one
         for ours, theirs in zip(self.param_groups, self._adam.param_groups, strict=True):
-            steps = [self.state[param]["step"] for param in ours["params"]]
-            if steps:
+            if ours["params"]:
                 theirs["lr"].fill_(ours["lr"])
-                theirs["weight_decay"], theirs["step"] = ours["weight_decay"], steps[0].int().view(1)
+                theirs["weight_decay"], theirs["step"] = (
+                    ours["weight_decay"],
+                    self.states(ours, "step")[0].int().view(1),
+                )
         self._adam.step(grad_scaler=self)
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)

@@ -14,7 +14,7 @@ from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.optimizer.apex import ApexAdam
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.update_rules import AdEMAMix, MatrixLayout, Muon
+from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, MatrixLayout, Muon, UpdateRule
 from megatron.core.parallel_state import Axis
 
 
@@ -91,30 +91,34 @@ def make_shard(bucket: Bucket, config: OptimizerConfig) -> FlatShard:
 
 def make_update_rule(
     shards: Sequence[FlatShard], config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout], tp: Axis
-) -> torch.optim.Optimizer | Muon | ApexAdam:
-    """torch's or apex's AdamW, torch's SGD, AdEMAMix or Muon over the flat tensors, with its state allocated.
+) -> UpdateRule:
+    """The rule of --optimizer over the flat tensors, with its state allocated.
 
     `layouts` says how the matrices of the model are split, for Muon. Every rank has the same groups, be they empty, so
     that a checkpoint's `param_groups` fit any rank.
     """
     if config.lr is None:
         raise ValueError("--lr must be given")
-    rule: torch.optim.Optimizer | Muon | ApexAdam
+    rule: UpdateRule
     groups = _make_groups(shards, config)
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "sgd":
-        rule = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
+        rule = SGD(groups, momentum=config.sgd_momentum)
     elif config.optimizer == "ademamix":
-        assert config.ademamix_beta3 is not None and config.ademamix_alpha is not None
-        warmups = config.ademamix_beta3_warmup, config.ademamix_alpha_warmup
-        all_betas = (*betas, config.ademamix_beta3)
-        rule = AdEMAMix(groups, config.lr, all_betas, config.adam_eps, config.ademamix_alpha, *warmups)
+        rule = AdEMAMix(
+            groups,
+            betas=(*betas, config.ademamix_beta3),
+            eps=config.adam_eps,
+            alpha=config.ademamix_alpha,
+            alpha_warmup=config.ademamix_alpha_warmup,
+            beta3_warmup=config.ademamix_beta3_warmup,
+        )
     elif config.optimizer == "muon":
         rule = Muon(groups, {shard.param: shard.bucket for shard in shards}, config, layouts, tp)
     elif config.optimizer_impl == "apex":
-        rule = ApexAdam(groups, config.lr, betas, config.adam_eps)
+        rule = ApexAdam(groups, betas=betas, eps=config.adam_eps)
     else:
-        rule = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+        rule = AdamW(groups, betas=betas, eps=config.adam_eps)
     for shard in shards:
         state = dict(shard.state)
         if "exp_avg" in state:

@@ -68,7 +68,7 @@ class MegatronOptimizer:
         if config.optimizer == "muon":
             for chunk in chunks:
                 layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv)
-        self._optimizer = make_update_rule(self.shards, config, layouts, ps.tp)
+        self._rule = make_update_rule(self.shards, config, layouts, ps.tp)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
@@ -79,7 +79,7 @@ class MegatronOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Hyperparameters by group; the scheduler writes `lr` and `weight_decay`."""
-        return self._optimizer.param_groups
+        return self._rule.param_groups
 
     @property
     def loss_scale(self) -> float:
@@ -100,9 +100,9 @@ class MegatronOptimizer:
         skipped = ~torch.isfinite(norm)
         # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing with found_inf
         grad_scale = divisor / clip_coefficient(norm, self.config.clip_grad)
-        self._optimizer.grad_scale = grad_scale.float()  # type: ignore[union-attr]
-        self._optimizer.found_inf = skipped.float()  # type: ignore[union-attr]
-        self._optimizer.step()
+        self._rule.grad_scale = grad_scale.float()
+        self._rule.found_inf = skipped.float()
+        self._rule.step()
         # Phase 3: the model
         self._copy_to_model()
         held_back = self.grad_scaler.dynamic and bool(skipped)
@@ -266,7 +266,7 @@ class MegatronOptimizer:
 
     def _steps(self) -> list[torch.Tensor]:
         """Adam's step counters, all equal; none for SGD."""
-        return [state["step"] for state in self._optimizer.state.values() if "step" in state]
+        return [state["step"] for state in self._rule.state.values() if "step" in state]
 
     def _log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
         for name in ("betas", "eps", "momentum"):

@@ -1,4 +1,4 @@
-"""AdEMAMix and Muon, over flat shards; the result does not depend on the layout.
+"""AdamW, SGD, AdEMAMix and Muon, over flat shards; the result does not depend on the layout.
 
 AdEMAMix is Adam with a second, much slower running mean of the gradient (Pagliardini et al. 2024).
 
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.param_and_grad_buffer import Bucket
@@ -43,51 +45,109 @@ def slow_beta(step: Tensor, beta_start: float, beta_end: float, warmup: int | No
     return torch.exp(log_start * log_end / ((1.0 - done) * log_end + done * log_start)).clamp(max=beta_end)
 
 
-class AdEMAMix(torch.optim.Optimizer):
-    """Over flat fp32 tensors, with decoupled weight decay.
+class UpdateRule:
+    """Groups of flat fp32 tensors, the state of each, and how a step changes them.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1. State:
-    `step`, `exp_avg` (fast mean), `exp_avg_slow`, `exp_avg_sq`.
+    Gradients are divided by `grad_scale`; a step with `found_inf` 1 changes nothing. This is no
+    `torch.optim.Optimizer`: their constructor imports torch's compiler, which takes as long as importing torch itself.
     """
 
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float, float],
-        eps: float,
-        alpha: float,
-        beta3_warmup: int | None,
-        alpha_warmup: int | None,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._alpha = alpha
-        self._beta3_warmup = beta3_warmup
-        self._alpha_warmup = alpha_warmup
+    def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
+        """`groups`: as for torch's optimizers; `hyperparameters` hold for groups that do not say otherwise."""
+        self.param_groups = [hyperparameters | group for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        keep = 1.0 - self.found_inf
+    def step(self) -> None:
         for group in self.param_groups:
-            for param in group["params"]:
-                self._update(param, group, keep)
+            if group["params"]:
+                self.update(group)
+
+    def update(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        """Not divided yet."""
+        grads = [param.grad for param in group["params"]]
+        return [grad for grad in grads if grad is not None]
+
+    def states(self, group: dict[str, Any], name: str) -> list[Tensor]:
+        return [self.state[param][name] for param in group["params"]]
+
+    def usable_gradient(self, param: Tensor) -> Tensor:
+        """A copy, divided, of zeros where the step is to change nothing."""
+        assert param.grad is not None
+        return (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
+
+
+class AdamW(UpdateRule):
+    """torch's fused AdamW (Loshchilov and Hutter 2019). State: `step`, `exp_avg`, `exp_avg_sq`."""
+
+    def update(self, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        adamw(
+            group["params"],
+            self.gradients(group),
+            self.states(group, "exp_avg"),
+            self.states(group, "exp_avg_sq"),
+            [],
+            self.states(group, "step"),
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class SGD(UpdateRule):
+    """torch's fused SGD; weight decay is part of the gradient. State: `momentum_buffer` unless `momentum` is 0."""
+
+    def update(self, group: dict[str, Any]) -> None:
+        buffers: list[Tensor | None] = [self.state[param].get("momentum_buffer") for param in group["params"]]
+        sgd(
+            group["params"],
+            self.gradients(group),
+            buffers,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+class AdEMAMix(UpdateRule):
+    """With decoupled weight decay. State: `step`, `exp_avg` (fast mean), `exp_avg_slow`, `exp_avg_sq`."""
+
+    def update(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            self._update(param, group, 1.0 - self.found_inf)
 
     def _update(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
-        assert param.grad is not None
         beta1, beta2, beta3 = group["betas"]
         state = self.state[param]
         step = state["step"].add_(keep)
         now = step.clamp(min=1.0)  # a first step that is skipped must not divide by zero
-        gradient = (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
-        slow = 1.0 - slow_beta(now, beta1, beta3, self._beta3_warmup)
+        gradient = self.usable_gradient(param)
+        slow = 1.0 - slow_beta(now, beta1, beta3, group["beta3_warmup"])
         state["exp_avg"].lerp_(gradient, (1.0 - beta1) * keep)
         state["exp_avg_slow"].lerp_(gradient, slow * keep)
         state["exp_avg_sq"].lerp_(gradient.square_(), (1.0 - beta2) * keep)
         update = state["exp_avg"] / (1.0 - beta1**now)
-        update.addcmul_(state["exp_avg_slow"], slow_weight(now, self._alpha, self._alpha_warmup))
+        update.addcmul_(state["exp_avg_slow"], slow_weight(now, group["alpha"], group["alpha_warmup"]))
         update /= (state["exp_avg_sq"] / (1.0 - beta2**now)).sqrt_().add_(group["eps"])
         update.add_(param, alpha=group["weight_decay"])
         param.sub_(update.mul_(group["lr"] * keep))
@@ -152,15 +212,8 @@ def matrix_layouts(model_state: ShardedStateDict, split_qkv: bool) -> dict[nn.Pa
     return layouts
 
 
-class Muon:
-    """Muon for the groups with `use_muon` and AdamW for the others, with the interface of a torch optimizer.
-
-    Like torch's fused optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
-    Collective over the shard and the tensor-parallel axis.
-    """
-
-    grad_scale: Tensor
-    found_inf: Tensor
+class Muon(AdamW):
+    """Muon for the groups with `use_muon`, AdamW for the others. Collective over the shard and tensor parallelism."""
 
     def __init__(
         self,
@@ -171,35 +224,27 @@ class Muon:
         tp: Axis,
     ) -> None:
         """`buckets`: that of every flat tensor."""
-        assert config.lr is not None
-        betas = (config.adam_beta1, config.adam_beta2)
-        others = [group for group in groups if not group.get("use_muon")]
-        self._adamw = torch.optim.AdamW(others, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-        self.state = self._adamw.state
-        self._matrices = [group for group in groups if group.get("use_muon")]
-        self.param_groups = [*self._adamw.param_groups, *self._matrices]
+        super().__init__(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
         self._buckets = buckets
         self._config = config
         self._layouts = layouts
         self._tp = tp
 
-    @torch.no_grad()
-    def step(self) -> None:
-        self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
-        self._adamw.step()
+    def update(self, group: dict[str, Any]) -> None:
+        if not group.get("use_muon"):
+            super().update(group)
+            return
         keep = 1.0 - self.found_inf
-        for group in self._matrices:
-            for param in group["params"]:
-                momentum = self._momentum(param, group["momentum"], keep)
-                update = self._orthogonalized(self._buckets[param], momentum)
-                param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
-                param.sub_(update.mul_(group["lr"] * keep))
+        for param in group["params"]:
+            momentum = self._momentum(param, group["momentum"], keep)
+            update = self._orthogonalized(self._buckets[param], momentum)
+            param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
+            param.sub_(update.mul_(group["lr"] * keep))
 
     def _momentum(self, param: Tensor, momentum: float, keep: Tensor) -> Tensor:
         """The running mean of the gradient, a step later; with Nesterov's look ahead."""
-        assert param.grad is not None
         buffer = self.state[param]["momentum_buffer"]
-        gradient = (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
+        gradient = self.usable_gradient(param)
         buffer.lerp_(gradient, (1.0 - momentum) * keep)
         return gradient.lerp_(buffer, momentum) if self._config.muon_nesterov else buffer
 

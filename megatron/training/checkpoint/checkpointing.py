@@ -23,7 +23,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.files import Options, Progress
 from megatron.conversion.huggingface.config_rules import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
@@ -31,6 +30,7 @@ from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.source import Options, Progress
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict

@@ -9,10 +9,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.convert import Hints, open_found
+from megatron.conversion.convert import Hints, load_from_source, open_found
 from megatron.conversion.find_checkpoint import Found, find_checkpoint
-from megatron.conversion.load import RunCheckpoint, load_from_source
 from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import ShardedObject

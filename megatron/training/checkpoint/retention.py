@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.conversion.find_checkpoint import iteration_directory, saved_iterations
-from megatron.conversion.megatron_lm.legacy_files import MODEL_FILE
+from megatron.conversion.megatron_lm.args import MODEL_FILE
 from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
 from megatron.core.dist_checkpointing.threads import Workers
 

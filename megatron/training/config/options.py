@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.loading.strictness import STRICTNESS
+from megatron.core.dist_checkpointing.loading.load import STRICTNESS
 from megatron.core.utils import flag
 
 

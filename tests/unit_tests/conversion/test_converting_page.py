@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.memory_source import LLAMA_ARGS, random_source

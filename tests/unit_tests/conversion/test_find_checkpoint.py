@@ -6,7 +6,6 @@ import shutil
 import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_found
-from megatron.conversion.files import Options, no_progress
 from megatron.conversion.find_checkpoint import (
     FORMATS,
     Found,
@@ -16,7 +15,7 @@ from megatron.conversion.find_checkpoint import (
     newest_first,
     saved_iterations,
 )
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.source import Options, no_progress, read_whole
 from megatron.core.dist_checkpointing import write_tracker
 from tests.memory_source import GPT_ARGS, random_source
 

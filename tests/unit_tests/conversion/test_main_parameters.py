@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron.conversion.convert import Hints, convert, open_checkpoint
-from megatron.conversion.files import Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Source, read_whole
+from megatron.conversion.model_space.source import Options, Source, read_whole
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from megatron.training.checkpoint.resume import find_start
 from megatron.training.config.options import CheckpointConfig

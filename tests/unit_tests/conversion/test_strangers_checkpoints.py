@@ -9,11 +9,10 @@ import pytest
 import safetensors.torch
 
 from megatron.conversion.convert import convert
-from megatron.conversion.deepspeed.writer import write_universal
-from megatron.conversion.files import Options
-from megatron.conversion.huggingface.writer import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.model_space.source import TrainingState
+from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.source import Options, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import plausible
 from tests.memory_source import LLAMA_ARGS, random_source

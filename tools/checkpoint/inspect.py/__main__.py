@@ -33,7 +33,7 @@ import torch
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.find_checkpoint import FORMATS, detect, named_checkpoint, require_checkpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
-from megatron.conversion.megatron_lm.torch_dist_reader import stored_common
+from megatron.conversion.megatron_lm.torch_dist import stored_common
 from megatron.conversion.model_space.pieces import bits
 from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
 from megatron.conversion.model_space.source import Shape, TensorInfo

@@ -23,11 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    open_file,
-    printable,
-)
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file, printable
 
 ALIGNMENT = 64  # of raw data relative to the start of its archive; archives start at multiples of it, too
 _LOCAL = struct.Struct("<4s5H3I2H")

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_r
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
-from megatron.core.dist_checkpointing.format.metadata_reader import decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_index import decode_metadata, open_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout

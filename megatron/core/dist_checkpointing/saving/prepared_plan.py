@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, renamed
-from megatron.core.dist_checkpointing.format.metadata_writer import dcp_classes, encode_metadata
+from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes, encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination

@@ -42,12 +42,7 @@ from megatron.core.dist_checkpointing.saving.commit import (
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.objects import common_archive, object_file
 from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
-from megatron.core.dist_checkpointing.saving.staging import (
-    DeviceSource,
-    StageAndWrite,
-    StagingBuffer,
-    bind_sources,
-)
+from megatron.core.dist_checkpointing.saving.staging import DeviceSource, StageAndWrite, StagingBuffer, bind_sources
 from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.object_storage import path_of
 

@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.files import Options
 from megatron.conversion.huggingface.config_rules import is_huggingface
-from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import write_huggingface
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.model_space.source import Options, read_whole
 from tests import ROOT
 from tests.compare import assert_same
 from tests.distributed import DistributedPool

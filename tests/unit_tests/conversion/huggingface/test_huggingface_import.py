@@ -11,12 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.files import Options
 from megatron.conversion.huggingface.config_rules import is_huggingface
-from megatron.conversion.huggingface.reader import HuggingFaceSource
-from megatron.conversion.huggingface.writer import write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.source import Options, read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 

@@ -9,10 +9,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.files import Options
 from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.source import Options, read_whole
 from megatron.core.models import GPTModel
 
 SIZES = {

@@ -5,8 +5,7 @@ import re
 import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.megatron_lm.args import extra_states, is_extra_state
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from tests import ROOT

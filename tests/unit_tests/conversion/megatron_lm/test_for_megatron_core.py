@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.files import Options
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
 from megatron.training.checkpoint.args import make_namespace
 from megatron.training.config.run_config import parse_args

@@ -8,8 +8,7 @@ import torch
 
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_reader import TorchDistSource
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import read_whole
 from megatron.core.dist_checkpointing import CheckpointError, safe_load

@@ -5,12 +5,11 @@ import math
 import pytest
 
 from megatron.conversion.convert import Hints, compare, convert, open_checkpoint
-from megatron.conversion.files import Options
-from megatron.conversion.load import RunCheckpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
+from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable

@@ -2,12 +2,7 @@
 
 import torch
 
-from megatron.core.dist_checkpointing import (
-    ShardedObject,
-    ShardedTensor,
-    load,
-    load_common,
-)
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, load, load_common
 
 
 class Training:

@@ -23,7 +23,7 @@ import json, os, signal, sys, threading, torch
 from pathlib import Path
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor
 
-from megatron.core.dist_checkpointing.format.metadata_writer import dcp_classes
+from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
 
 dcp_classes()  # takes a second: once, not in every child
 torch.set_num_threads(1)

@@ -9,15 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from tests.compare import assert_same
-from tests.tiny_ddp_model import (
-    assemble,
-    backward_pass,
-    batch,
-    boxes_of,
-    build,
-    fill,
-    train,
-)
+from tests.tiny_ddp_model import assemble, backward_pass, batch, boxes_of, build, fill, train
 
 STEPS = 22
 ADAM = {"lr": 0.005, "weight_decay": 0.1, "adam_eps": 1e-5, "clip_grad": 3.0}

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import (
-    AsyncSaver,
-    clean_up,
-    is_complete,
-    read_tracker,
-    save,
-    write_tracker,
-)
+from megatron.core.dist_checkpointing import AsyncSaver, clean_up, is_complete, read_tracker, save, write_tracker
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds
 
 CRASHING = """
 import os, random, signal, sys, time, torch, traceback
 from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor, clean_up, load, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.format.metadata_writer import dcp_classes
+from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
 
 torch.set_num_threads(1)
 dcp_classes()  # takes a second: once, not in every child

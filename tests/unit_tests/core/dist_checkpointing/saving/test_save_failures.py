@@ -14,12 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import (
-    AsyncSaver,
-    CheckpointError,
-    ShardedTensor,
-    save,
-)
+from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedTensor, save
 from megatron.core.dist_checkpointing.saving import prepared_plan, shard_file
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 

@@ -1,7 +1,14 @@
-"""A Hugging Face directory as a `Source`."""
+"""A Hugging Face directory as a `Source`, and a `Source` written as one, a few rows at a time.
+
+Beside an exported model may lie what transformers has no place for, so that the way back loses nothing: the sidecar,
+`megatron_state/` in the model's directory (a subdirectory, so that no loader takes its files for weights). It holds the
+optimizer state in model space as safetensors, and run arguments and training state as JSON.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from functools import reduce
@@ -10,23 +17,121 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.families import family_of
+from megatron.conversion.huggingface.families import choose_family, family_of
 from megatron.conversion.huggingface.parameters import StoredParameter
-from megatron.conversion.huggingface.sidecar import Sidecar
-from megatron.conversion.huggingface.tokenizer import tokenizer_arguments
-from megatron.conversion.huggingface.weight_files import open_weights
+from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
+from megatron.conversion.huggingface.weight_files import Outgoing, SafetensorsFile, open_weights, write_weight_files
 from megatron.conversion.model_space.model import (
     WORD_EMBEDDINGS,
     check_optimizer_complete,
+    check_parameters,
+    exported_config,
     model_config,
     model_tensors,
+    plain_args,
     resolved,
 )
-from megatron.conversion.model_space.pieces import bits
-from megatron.conversion.model_space.row_maps import unpack_rows
-from megatron.conversion.model_space.source import Shape, TensorInfo, TrainingState, optimizer_key, split_key
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
+from megatron.conversion.model_space.pieces import bits, make_empty_directory
+from megatron.conversion.model_space.row_maps import as_is, unpack_rows
+from megatron.conversion.model_space.source import (
+    ADAM,
+    ARGUMENTS,
+    TRAINING_STATE,
+    Options,
+    Progress,
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    no_progress,
+    optimizer_key,
+    optimizer_states,
+    split_key,
+)
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    file_name,
+    named_file,
+    read_json,
+    record,
+    sequence,
+)
+from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
+
+DIRECTORY = "megatron_state"
+
+_STATE = "state.json"  # written last: without it there is no sidecar
+
+_TUPLES = ("window_size", "betas")  # JSON has lists only
+
+_SCHEMA = record({"files": sequence(file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
+
+
+@dataclasses.dataclass
+class Sidecar:
+    directory: Path
+    args: dict[str, Any]
+    training: TrainingState
+    tensors: dict[str, TensorInfo]
+    _files: dict[str, SafetensorsFile]
+
+    @classmethod
+    def open(cls, model_directory: Path) -> Sidecar | None:
+        """The sidecar of a model, if it has one; raises ValueError where it is incomplete."""
+        directory = model_directory / DIRECTORY
+        if not (directory / _STATE).exists():
+            return None
+        where = str(directory / _STATE)
+        state = _SCHEMA(read_json(directory / _STATE), where)
+        paths = [named_file(directory, name, where) for name in state["files"]]
+        missing = [path.name for path in paths if not path.exists()]
+        if missing:
+            raise ValueError(
+                f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out (--no-optim)"
+            )
+        files = {name: file for file in map(SafetensorsFile, paths) for name in file.tensors}
+        training = TrainingState(**state["training"])
+        training.param_groups = training.param_groups and [_with_tuples(group) for group in training.param_groups]
+        tensors = {name: file.tensors[name] for name, file in files.items()}
+        return cls(directory, _with_tuples(state["args"]), training, tensors, files)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._files[key].read(key, offset, shape)
+
+
+def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str, tuple[str, TensorInfo]]:
+    """Sidecar key -> (key to read, how to store it), for the model's parameters.
+
+    Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
+    the exported weights may be rounded.
+    """
+    states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
+    tensors = {}
+    for parameter, shape in parameters.items():
+        for state in states:
+            key = optimizer_key(state, parameter)
+            read = full_precision_key(parameter, source.tensors) if state == "param" else key
+            if read not in source.tensors:
+                raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
+            tensors[key] = (read, TensorInfo(shape, torch.float32))
+    return tensors
+
+
+def write_state(directory: Path, source: Source, files: list[str]) -> None:
+    """The JSON part; RNG state is left out: it belongs to one layout."""
+    training = dataclasses.asdict(source.training or TrainingState()) | {"rng": {}}
+    try:
+        json.dumps(training)
+    except TypeError as error:
+        raise ValueError(f"{source.description}: its training state is not plain data ({error})") from error
+    write_json(directory / _STATE, {"files": files, "training": training, "args": plain_args(source.args)})
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if k in _TUPLES and isinstance(v, list) else v for k, v in values.items()}
+
 
 _NOT_THIS_MODELS = "is not this model's: leave it out (--no-optim) or remove it"
 
@@ -195,3 +300,85 @@ class HuggingFaceSource:
                 raise ValueError(f"{sidecar.directory}: {key} is no optimizer state of this model")
         self.tensors |= sidecar.tensors
         check_optimizer_complete(self.tensors, str(sidecar.directory))
+
+
+def write_huggingface(
+    source: Source, directory: Path, options: Options | None = None, progress: Progress = no_progress
+) -> list[str]:
+    """Write `source` into the empty `directory`; returns what it holds that could not be carried.
+
+    config.json is written last, so an interrupted export is no model. Raises ValueError for a model that transformers
+    cannot express, before anything is written.
+    """
+    options = options or Options()
+    config = _config(source, options)
+    family = choose_family(config, source.args.get("hf_model_type"))
+    places = family.places(config)
+    _check_complete(source, config, places)
+    optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
+
+    make_empty_directory(directory)
+    limits = (options.max_shard_size, options.workers, progress)
+    # Weights come from the fp32 main parameters where there are some, and are cast only once.
+    keys = [full_precision_key(place.key, source.tensors) for place in places]
+    weights = [_outgoing(source, key, place, config.params_dtype) for key, place in zip(keys, places, strict=True)]
+    write_weight_files(directory, "model", weights, *limits)
+    if optimizer:
+        states = [
+            _outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
+            for key, (read, info) in optimizer.items()
+        ]
+        folder = directory / DIRECTORY
+        folder.mkdir()
+        write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
+    tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
+    write_generation_config(directory, tokenizer.ids)
+    for copied in tokenizer.copied:
+        options.note(f"tokenizer: {copied}")
+    # Readers recognise a model by config.json: it must not be durable before the weights are.
+    fsync_tree(directory)
+    write_json(directory / "config.json", {**family.write_config(config), **tokenizer.ids, "use_cache": True})
+    fsync_tree(directory)
+    return tokenizer.lost + _not_carried(source, bool(optimizer))
+
+
+def _config(source: Source, options: Options) -> TransformerConfig:
+    dtype = options.dtype or source.tensors[WORD_EMBEDDINGS].dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
+    config = exported_config(source, options.vocab_size)
+    return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+
+
+def _check_complete(source: Source, config: TransformerConfig, places: list[StoredParameter]) -> None:
+    """Every parameter of the model is in the source, and has a place in the family or is a bias of zeros."""
+    shapes = model_tensors(config)
+    placed = {place.key for place in places}
+    check_parameters(source.tensors, shapes, source.description, config.vocab_size)
+    for key, shape in shapes.items():
+        if key not in placed and torch.count_nonzero(source.read(key, (0,) * len(shape), shape)):
+            raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
+    extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
+    if extra:
+        raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
+
+
+def _outgoing(source: Source, key: str, part: StoredParameter, dtype: torch.dtype) -> Outgoing:
+    """`part`, read from the tensor `key`."""
+    lead, rest = part.lead, part.shape[1:]
+
+    def read(first: int, count: int) -> torch.Tensor:
+        box = source.read(key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
+        return box.view(count, *rest).to(dtype)
+
+    infos = [TensorInfo(shape, dtype) for shape in part.stored_shapes()]
+    return Outgoing(part.names, infos, part.row_map, read, part.transposed)
+
+
+def _not_carried(source: Source, sidecar: bool) -> list[str]:
+    lost = []
+    if any(key.startswith("optimizer.") for key in source.tensors) and not sidecar:
+        lost.append("optimizer state and training state: give --save-optim-sidecar to keep them beside the model")
+    if source.training is not None and source.training.rng:
+        lost.append("random number state: it belongs to one layout")
+    return lost

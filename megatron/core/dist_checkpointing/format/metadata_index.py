@@ -1,9 +1,13 @@
-"""Writes `.metadata`: DCP's pickle, in which the entries of one tensor can be found and read without the others.
+"""`.metadata` as we write it: DCP's pickle, in which the entries of one tensor are found and read without the others.
 
 At 16,384 ranks a checkpoint has millions of stored boxes, and a rank needs those of a few tensors. So all entries of a
 tensor have one length: the same opcodes with other numbers in fixed places, written and read as one array. DCP and
 Megatron-core unpickle the file like any other. Behind the end of the pickle, where they do not look, follows an index:
 JSON that says where the entries of each tensor are, then position, length and xxh3_64 of that JSON and a magic number.
+
+A rank reads the index, and the entries of a tensor when it first looks at that. These must be, byte by byte, what would
+be written for them, so that DCP cannot find anything else in the file than we do. A file without an index is unpickled
+as a whole.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ import io
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,20 +26,47 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, ChunkTable
+from megatron.core.dist_checkpointing.format.metadata import (
+    CheckpointMetadata,
+    ChunkTable,
+    Location,
+    StoredTensor,
+    check_inside,
+    decode_dcp,
+)
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    MAX_RANK,
+    SHAPE,
+    Check,
+    CheckpointError,
+    file_name,
+    mapping,
+    one_of,
+    parse_json,
+    record,
+    sequence,
+    shown,
+)
+from megatron.core.dist_checkpointing.format.schema import key as key_name
 
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
 FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
+
 MAGIC = b"MGTNIDX1"
 
 # What entries name again and again stands at the beginning of the pickle and has the numbers 0, 1, ... in its memo.
 _NUM_CLASSES = 5
+
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
+
 _SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
+
 _NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
 
 INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
+
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
 
 
@@ -280,3 +311,117 @@ def _json_list(values: Iterable[Any]) -> bytes:
 
 def _json_object(**encoded: bytes) -> bytes:
     return b"{" + b",".join(_json(name) + b":" + value for name, value in encoded.items()) + b"}"
+
+
+Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
+
+
+def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
+    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that names `where`."""
+    footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
+    if footer[-len(MAGIC) :] != MAGIC:
+        return decode_dcp(read(0, size), where)
+    position, length, digest, _ = FOOTER.unpack(footer)
+    content = read(position, length) if position + length <= size else b""
+    if xxhash.xxh3_64_intdigest(content) != digest:
+        raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
+    return _Index(read, content, size, where).metadata()
+
+
+def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
+    """As `open_metadata`, for a file in memory."""
+    return open_metadata(lambda position, length: data[position : position + length], len(data), where)
+
+
+def _tuple_of(*checks: Check) -> Check:
+    def check(value: Any, where: str) -> Any:
+        sequence(lambda item, _: item, len(checks), len(checks))(value, where)
+        for item, check_item in zip(value, checks, strict=True):
+            check_item(item, where)
+        return value
+
+    return check
+
+
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+_WIDTH = one_of(*INTEGERS)
+
+_WIDTHS = sequence(_WIDTH, MAX_RANK)
+
+_INDEX_FIELDS = record(
+    {
+        "files": sequence(_tuple_of(file_name, COUNT)),
+        "memo": _tuple_of(COUNT, COUNT),
+        "boxes": sequence(_tuple_of(COUNT, COUNT, _WIDTHS, _WIDTHS, COUNT)),
+        "tensors": sequence(_tuple_of(key_name, SHAPE, one_of(*_DTYPES), COUNT, COUNT, _tuple_of(_WIDTH, _WIDTH))),
+        "objects": mapping(_tuple_of(file_name, COUNT, COUNT), key_name),
+    }
+)
+
+
+class _Index:
+    """What stands behind the pickle."""
+
+    def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
+        fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
+        self._read, self._size, self._where = read, size, where
+        self._files = tuple(dict(fields["files"]))
+        self._first_file, self._first_key = fields["memo"]
+        self._boxes = [BoxList(*boxes) for boxes in fields["boxes"]]
+        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._fields = fields
+
+    def metadata(self) -> CheckpointMetadata:
+        """Not kept here: its tensors refer to this index, which closes the file when the last of them is gone."""
+        result = CheckpointMetadata(tensor_sizes={file: end for file, end in self._fields["files"] if end})
+        for number, entry in enumerate(self._fields["tensors"]):
+            places = PlaceList(*entry)
+            table = partial(self._table, number, places)
+            result.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
+        result.objects = {key: Location(*place) for key, place in self._fields["objects"].items()}
+        return result
+
+    def _table(self, number: int, places: PlaceList) -> ChunkTable:
+        what = f"{self._where}: {shown(places.key)}"
+        try:
+            boxes = self._boxes[places.boxes]
+            offset, shape = self._read_boxes(places.boxes)
+            if not offset.shape[1] == shape.shape[1] == len(places.shape):
+                raise ValueError("boxes of another number of dimensions")
+            entry = place_entry(self._first_key + number, *places.widths)
+            memos, file, position, length = self._entries(entry, places.position, boxes.number, b"u")
+            file -= self._first_file
+            if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
+                raise ValueError("places in another order than its boxes")
+            if boxes.number and not (file.min() >= 0 and file.max() < len(self._files)):
+                raise ValueError("a file that the index does not name")
+            if min(position.min(initial=0), length.min(initial=0)) < 0:
+                raise ValueError("a negative position")
+            table = ChunkTable(offset, shape, self._files, file, position, length)
+        except Exception as error:
+            raise CheckpointError(f"{what}: damaged or not written by this program ({error})") from error
+        check_inside(table, tuple(places.shape), what)
+        return table
+
+    def _read_boxes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and shapes; parameter and moments share one list, which is read once."""
+        if number not in self._known:
+            boxes = self._boxes[number]
+            dims = len(boxes.offset)
+            columns = self._entries(box_entry(tuple(boxes.offset), tuple(boxes.shape)), *boxes[:2], b"e")
+            if not np.array_equal(columns.pop(dims), np.arange(boxes.number) + boxes.first):
+                raise ValueError("boxes in another order")
+            table = np.stack(columns, axis=1) if columns else np.empty((boxes.number, 0), dtype=np.int64)
+            self._known[number] = table[:, :dims], table[:, dims:]
+        return self._known[number]
+
+    def _entries(self, entry: Entry, position: int, count: int, end: bytes) -> list[np.ndarray]:
+        """All between a MARK and the opcode `end`, which takes what is above the mark."""
+        length = entry.size * count
+        if not 0 < position <= position + length < self._size:
+            raise ValueError("entries outside of the file")
+        data = self._read(position - 1, length + 2)
+        if data[:1] != b"(" or data[-1:] != end:
+            raise ValueError("entries that begin or end elsewhere")
+        return entry.decode(data[1:-1])
