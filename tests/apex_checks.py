@@ -57,7 +57,7 @@ def check_norms(device: str, tolerance: float) -> None:
             for bf16 in (False, True):
                 found = [_normed(impl, normalization, from_one, bf16, device) for impl in ("apex", "torch")]
                 for mine, wanted in zip(*found, strict=True):
-                    tolerated = (1e-2 if bf16 else tolerance) * float(wanted.abs().max())
+                    tolerated = (2e-2 if bf16 else tolerance) * float(wanted.abs().max())
                     torch.testing.assert_close(mine, wanted, rtol=0.0, atol=tolerated)
 
 

@@ -38,6 +38,9 @@ WAYS = {  # processes, model, flags
     "documents": (1, "llama", "--reset-attention-mask --eod-mask-loss"),
     "window_qk_norm_1p": (1, "llama", "--window-size 5,0 --qk-layernorm --apply-layernorm-1p"),
     "latent_tp2_sp": (2, "gpt2", LATENT + LAYOUTS["tp2_sp"][1]),
+    "cp2": (2, "llama", LAYOUTS["cp2"][1]),
+    "cp2_gathered_window": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type all_gather --window-size 5,0"),
+    "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a --reset-attention-mask"),
     "experts": (1, "llama", EXPERTS),
     "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
                         "--expert-tensor-parallel-size 1"),
@@ -65,7 +68,7 @@ def local(pool, world_size, flags):
     return pool.run(train, world_size, flags)
 
 
-ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "experts_tp2_ep2"}
+ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "cp2", "experts_tp2_ep2"}
 
 
 @pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
@@ -158,7 +161,7 @@ def user_buffers(rank, world_size, flags):
 def test_user_buffers_of_tensor_parallelism(pool, tmp_path):
     config = tmp_path / "overlap.yaml"
     config.write_text("qkv_fprop: {method: ring_exchange}")
-    flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 1 {FP8} --first-last-layers-bf16 "
+    flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
     overlap = "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo --tp-comm-overlap-cfg "
     ((made,), told), _ = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
     shape, tp_size, modes, dtype, ub_cfgs, backend = made

@@ -47,6 +47,7 @@ class Engine:
     def rebuild(self, owner: nn.Module, **more: Any) -> None:
         """With more options than it was made with."""
         self.module, self._step = self._make(**more), 0
+        self.about_parameters = dict(vars(self.module).get("param_init_meta", {}))  # to be lost where they are replaced
         self.has_own_weights = "weight" not in self.module._parameters
         for name, param in owner.named_parameters(recurse=False):
             if name in self.module._parameters:
@@ -122,7 +123,7 @@ class Fp8Weight:
         names = [name for name in module._parameters if name.startswith("weight")]
         parts = (each.view(len(names), *weight.shape[-2:]) for each in (weight.detach(), weight.main_grad, memory))
         for name, values, gradient, raw in zip(names, *parts, strict=True):
-            quantizer = module.quantizers["scaling_fwd"][module.param_init_meta[name].fp8_meta_index]
+            quantizer = module.quantizers["scaling_fwd"][engine.about_parameters[name].fp8_meta_index]
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
             tensor: Any = nn.Parameter(quantizer(values))

@@ -6,6 +6,7 @@ which it keeps; a module of Transformer Engine that lies over these parameters c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -127,7 +128,7 @@ class TECoreAttention(CoreAttention):
             softmax_scale=self.scale,
             cp_group=split_over.group,
             cp_global_ranks=list(split_over.ranks),
-            cp_stream=torch.cuda.Stream() if split_over.group is not None and torch.cuda.is_available() else None,
+            cp_stream=_cp_stream() if split_over.group is not None and torch.cuda.is_available() else None,
             cp_comm_type=self.cp.comm_type,
         )
 
@@ -151,6 +152,12 @@ class TECoreAttention(CoreAttention):
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b s, heads/tp, d]
             context = self.module(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **options)
         return context.view(batch, length, -1).transpose(0, 1)
+
+
+@functools.cache
+def _cp_stream() -> torch.cuda.Stream:
+    """Every other step of a ring runs here; one for all layers."""
+    return torch.cuda.Stream()
 
 
 def document_starts(attention_mask: Tensor) -> Tensor:

@@ -320,13 +320,39 @@ class Fp8Unpadding(nn.Module):
         return torch.cat([x[:rows] for x, rows in zip(inp.split(padded), m_splits, strict=True)])
 
 
+def _positions(length, group):
+    """Of this rank's two chunks, one from each end, and of those of all ranks in their order."""
+    size, chunk = dist.get_world_size(group), length // 2
+    chunks = [torch.arange(index * chunk, (index + 1) * chunk) for index in range(2 * size)]
+    by_rank = [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(size)]
+    return by_rank[dist.get_rank(group)], torch.cat(by_rank)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Of all ranks, whose queries have a gradient for each."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, parts = group, [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
 class DotProductAttention(nn.Module):
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
         softmax_scale=None, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
     ):  # fmt: skip
         super().__init__()
-        assert cp_group is None, "context parallelism is not stood in for"
+        self.cp_group = cp_group
+        assert cp_group is None or cp_global_ranks == dist.get_process_group_ranks(cp_group)
+        assert cp_comm_type in ("p2p", "all_gather") or cp_group is None  # a2a is exchanged before
         self.heads, self.channels, self.groups = num_attention_heads, kv_channels, num_gqa_groups
         self.scale, self.dropout = softmax_scale or kv_channels**-0.5, attention_dropout
 
@@ -349,9 +375,14 @@ class DotProductAttention(nn.Module):
         else:
             assert attn_mask_type == "causal" and cu_seqlens_q is None
             document = torch.zeros(len(q), dtype=torch.long)
-        place = torch.arange(len(q))
-        distance = place.unsqueeze(1) - place
-        hidden = (distance < 0) | (document.unsqueeze(1) != document)
+        place = here = torch.arange(len(q))
+        if self.cp_group is not None:
+            assert qkv_format == "sbhd" and core_attention_bias_type == "no_bias"
+            here, place = _positions(len(q), self.cp_group)
+            k, v = (_GatherKeys.apply(x, self.cp_group) for x in (k, v))
+            document = torch.zeros(len(k), dtype=torch.long)
+        distance = here.unsqueeze(1) - place
+        hidden = (distance < 0) | (document[: len(q)].unsqueeze(1) != document)
         if window_size is not None:
             hidden |= distance > window_size[0]
         scores = torch.einsum("sbhd,tbhd->bhst", q.float(), k.float()) * self.scale
