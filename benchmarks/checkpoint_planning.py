@@ -33,10 +33,9 @@ from megatron.core.dist_checkpointing.planning.planner import PackedSpec, descri
 from megatron.core.distributed.buffer_plan import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.core.utils import even_range  # noqa: E402
-from megatron.planning.empty_model import EmptyChunk, empty_chunks  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
-from megatron.training.reporting.summary import run_shape  # noqa: E402
+from megatron.training.planning.empty_model import EmptyChunk, empty_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")
@@ -99,11 +98,10 @@ def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int
 def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
     """What every rank sends to rank 0."""
     pp_size, tp_size, dp_size = config.parallel.pp_size, config.parallel.tp_size, config.parallel.dp_size(world)
-    run = run_shape(config, world, model_provider)
     for pp in range(pp_size):
         for tp in range(tp_size):
             ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
-            chunks = list(empty_chunks(run, ps))
+            chunks = list(empty_chunks(config, ps, model_provider))
             weights: ShardedStateDict = {}
             for chunk in chunks:
                 weights |= chunk.module.sharded_state_dict()

@@ -28,10 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.core.progress import Progress  # noqa: E402
 from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
-from megatron.planning.costs import model_flops_per_token  # noqa: E402
-from megatron.planning.run_plan import plan_run  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
-from megatron.training.reporting.summary import run_shape  # noqa: E402
+from megatron.training.planning.costs import model_flops_per_token  # noqa: E402
+from megatron.training.planning.run_plan import plan_run  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 
@@ -126,7 +125,7 @@ def best_time(way: Callable[[], object], device: str) -> float:
 def planned_memory(shape: Shape, iterations: int) -> float:
     config = parse_args(shape.ours(iterations), 1)
     config.set_vocab_size(shape.vocab)
-    return plan_run(run_shape(config, 1, model_provider), 1).stages[0].memory.total / 1e9
+    return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
 
 
 def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:

@@ -87,8 +87,8 @@ def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outco
     measured = Measurements()
     config = parse_args(shlex.split(common + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
-    state = model_state(run)
-    state |= run.optimizer.sharded_state_dict(state)
+    model = model_state(run)
+    state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor.clone()) for key, entry in state.items() for box in entry.boxes
     ]

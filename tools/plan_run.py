@@ -18,11 +18,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.planning.pictures import plan_picture
-from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
-from megatron.training.reporting.summary import plan_page, run_shape, set_planned_vocab_size
+from megatron.training.planning.pictures import plan_picture
+from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.reporting.summary import plan_page, set_planned_vocab_size
 from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
@@ -62,7 +62,7 @@ def make_plan(given: Given, world_size: int) -> tuple[Config, RunPlan]:
     """The configuration of `given` flags and its plan; ValueError if there can be no such run."""
     config = make_config(given, world_size)
     set_planned_vocab_size(config)
-    return config, plan_run(run_shape(config, world_size, model_provider), world_size)
+    return config, plan_run(config, world_size, model_provider)
 
 
 def alternatives(given: Given, world_size: int, needed: int) -> list[tuple[str, int]]:
@@ -102,17 +102,15 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
 
 
 def stage_as_json(stage: StagePlan) -> dict[str, Any]:
-    traffic = stage.traffic
-    axes = {field.name: getattr(traffic, field.name) for field in fields(traffic)}
-    return {
-        "stage": stage.ps.pp.rank,
-        "num_layers": stage.num_layers,
-        "num_parameters": stage.num_parameters,
-        "passes_in_flight": stage.passes_in_flight,
-        "memory": asdict(stage.memory) | {"total": stage.memory.total},
-        "checkpoint_bytes": stage.checkpoint_bytes,
-        "traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in axes.items()},
-    }
+    values = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
+    return (
+        {"stage": stage.ps.pp.rank}
+        | values
+        | {
+            "memory": asdict(stage.memory) | {"total": stage.memory.total},
+            "traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()},
+        }
+    )
 
 
 def verdict(needed: int, available: float, reserve: float) -> str:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import glob
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
-from megatron.core.datasets.ordered_workers import WorkerDiedError, map_in_order
+from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.progress import Progress
 from megatron.core.utils import flag
 from megatron.training.config.arguments import FlagParser, build, parse_flags
@@ -38,7 +39,7 @@ CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
 
 @dataclass
 class PreprocessConfig:
-    """What is read, how it is cut into documents, and where the tokens go."""
+    """What to read, how to cut it into documents, and where to write the tokens."""
 
     input: list[str] | None = flag(None)
     """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern are sorted."""
@@ -98,8 +99,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         given, _ = parse_flags(FlagParser(sections), sys.argv[1:] if argv is None else argv)
         preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
-    except (ValueError, OSError, WorkerDiedError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        sys.exit("error: a worker process was killed (out of memory?): try fewer --workers")
     except KeyboardInterrupt:
         sys.exit("interrupted: nothing is written")
 
@@ -112,7 +117,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
 
     chunks = (chunk for path in paths for chunk in read_chunks(path, config))
-    encoder = Encoder(tokenizer_config, config.keys, config.append_eod)
+    encoder = Encoder(tokenizer, config.keys, config.append_eod)
+    workers = config.num_workers if config.num_workers > 1 else 0
     with contextlib.ExitStack() as stack:
         prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
         builders = {
@@ -121,7 +127,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
         }
         bar = stack.enter_context(Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty()))
         count = DocumentCount(config.log_interval, bar)
-        for chunk, encoded in encode_in_order(chunks, encoder, config.num_workers):
+        encoded_chunks = stack.enter_context(contextlib.closing(OrderedWorkers(encoder, chunks, workers, CHUNKS_AHEAD)))
+        for chunk, encoded in encoded_chunks:
             for key, result in encoded.items():
                 builders[key].add(result.tokens, result.lengths, result.documents)
             count.add(len(chunk.documents), chunk.num_bytes)
@@ -192,17 +199,10 @@ def split_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def split_blocks(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    block: list[bytes] = []
-    first = 1
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            first = first if block else number
-            block.append(line)
-        elif block:
-            yield first, b"".join(block).rstrip(b"\r\n")
-            block = []
-    if block:
-        yield first, b"".join(block).rstrip(b"\r\n")
+    for is_text, group in itertools.groupby(enumerate(lines, start=1), key=lambda row: bool(row[1].strip())):
+        if is_text:
+            numbers, block = zip(*group, strict=True)
+            yield numbers[0], b"".join(block).rstrip(b"\r\n")
 
 
 def split_file(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -218,26 +218,20 @@ SPLITTERS: dict[str, Splitter] = {"file": split_file, "block": split_blocks, "li
 
 
 class Encoder:
-    """Chunks to tokens. It travels to worker processes without its tokenizer, which each of them builds."""
+    """Chunks to tokens."""
 
-    def __init__(self, tokenizer_config: TokenizerConfig, keys: list[str], append_eod: bool) -> None:
-        self.tokenizer_config = tokenizer_config
+    def __init__(self, tokenizer: Tokenizer, keys: list[str], append_eod: bool) -> None:
+        self.tokenizer = tokenizer
         self.keys = keys
         self.append_eod = append_eod
-        self._tokenizer: Tokenizer | None = None
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_tokenizer": None}
 
     def __call__(self, chunk: LineBatch) -> dict[str, Tokens]:
-        if self._tokenizer is None:
-            self._tokenizer = build_tokenizer(self.tokenizer_config)
-        dtype = token_dtype(self._tokenizer.vocab_size)
+        dtype = token_dtype(self.tokenizer.vocab_size)
         columns: dict[str, list[list[list[int]]]] = {key: [] for key in self.keys}
         for line, document in chunk.documents:
             try:
                 for key, texts in self._fields(document, chunk.is_json).items():
-                    columns[key].append(self._document(texts, self._tokenizer))
+                    columns[key].append(self._document(texts))
             except ValueError as error:
                 raise ValueError(f"{chunk.path}:{line}: {error}") from None
         return {key: _pack(documents, dtype) for key, documents in columns.items()}
@@ -258,10 +252,10 @@ class Encoder:
             raise ValueError(f"expected a JSON object, got {type(record).__name__}")
         return {key: _texts(record, key) for key in self.keys}
 
-    def _document(self, texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-        sequences = [ids for ids in map(tokenizer.tokenize, texts) if ids]
+    def _document(self, texts: list[str]) -> list[list[int]]:
+        sequences = [ids for ids in map(self.tokenizer.tokenize, texts) if ids]
         if sequences and self.append_eod:
-            sequences[-1].append(tokenizer.eod)
+            sequences[-1].append(self.tokenizer.eod)
         return sequences
 
 
@@ -284,16 +278,6 @@ def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
         [len(sequence) for sequence in sequences],
         [len(document) for document in documents if document],
     )
-
-
-def encode_in_order(
-    chunks: Iterable[LineBatch], encoder: Encoder, num_workers: int
-) -> Iterator[tuple[LineBatch, dict[str, Tokens]]]:
-    """`(chunk, encoder(chunk))` in the order of the chunks; at most CHUNKS_AHEAD per worker are in memory."""
-    if num_workers == 1:
-        yield from ((chunk, encoder(chunk)) for chunk in chunks)
-        return
-    yield from map_in_order(encoder, chunks, num_workers, CHUNKS_AHEAD)
 
 
 @dataclass

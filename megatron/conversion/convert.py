@@ -149,8 +149,34 @@ def convert(
     """
     options = options or Options()
     source = open_checkpoint(load_dir, loader, step, hints)
+    _check_target(save_dir, load_dir, saver, overwrite)
     sidecar = options.optim_sidecar and source.training is not None
     options = dataclasses.replace(options, trusted=(*options.trusted, load_dir), optim_sidecar=sidecar)
+    changed = CastSource(source, options)
+    starting(bytes_to_write(changed, saver, options))
+
+    def write(directory: Path) -> ConversionReport:
+        lost = WRITERS[saver](changed, directory, options, progress)
+        lost += [f"unused in the source: {name}" for name in source.unused]
+        compared = None
+        if verify:
+            target = open_checkpoint(directory)
+            starting(sum(info.nbytes for info in target.tensors.values()))
+            compared = compare(changed, target, progress)
+        return ConversionReport(source.description, save_dir, len(changed.tensors), lost, compared)
+
+    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
+        return write(save_dir)
+    # Beside the target, so that the final rename stays within one file system.
+    growing = save_dir.with_name(f".{save_dir.name}.converting")
+    with exclusive_output_dir(growing):
+        report = write(growing)
+        fsync_tree(growing)
+        put_in_place(growing, save_dir)
+    return report
+
+
+def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -> None:
     if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
         raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
     if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
@@ -160,29 +186,6 @@ def convert(
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
         reason = "nothing is replaced there: delete it first" if overwrite else "give --saver torch_dist or a directory"
         raise ValueError(f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}")
-    changed = CastSource(source, options)
-    starting(bytes_to_write(changed, saver, options))
-
-    def compare_with_source(written: Path) -> int | None:
-        if not verify:
-            return None
-        target = open_checkpoint(written)
-        starting(sum(info.nbytes for info in target.tensors.values()))
-        return compare(changed, target, progress)
-
-    unused = [f"unused in the source: {name}" for name in source.unused]
-    if isinstance(save_dir, ObjectPath):  # a commit there is one request, at the end
-        not_carried = WRITERS[saver](changed, save_dir, options, progress)
-        verified = compare_with_source(save_dir)
-        return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
-    # Beside the target, so that the final rename stays within one file system.
-    partial = save_dir.with_name(f".{save_dir.name}.converting")
-    with exclusive_output_dir(partial):
-        not_carried = WRITERS[saver](changed, partial, options, progress)
-        fsync_tree(partial)
-        verified = compare_with_source(partial)
-        put_in_place(partial, save_dir)
-    return ConversionReport(source.description, save_dir, len(changed.tensors), not_carried + unused, verified)
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:

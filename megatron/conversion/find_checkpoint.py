@@ -34,7 +34,6 @@ from megatron.core.object_storage import ObjectPath, path_of
 logger = logging.getLogger(__name__)
 
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
-
 _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 
 

@@ -229,6 +229,8 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
     __slots__ = ()
 
     def __str__(self) -> str:
+        if not self.parts:  # the last of `parents`
+            return "."
         scheme, *rest = self.parts
         return f"{scheme}//{'/'.join(rest)}"
 

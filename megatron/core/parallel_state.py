@@ -276,9 +276,11 @@ class ParallelState:
                 several = [list(others) for others in everyone[name] if len(others) > 1]
                 if several:
                     group = dist.split_group(split_ranks=several, timeout=timeout, group_desc=name)
-            elif len(ranks) > 1:
+            elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
+                # Stages in the middle make one of themselves: from 2.15 on torch names a group by how many its members
+                # have made before, so later groups of all ranks would wait for each other under different names.
                 group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
-            if group is not None:
+            if group is not None and len(ranks) > 1:
                 axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
         if config.cp_size == 1:
             axes["dp"] = axes["dp_cp"]

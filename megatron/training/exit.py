@@ -212,7 +212,7 @@ class NanCheck:
             self._last = _Submitted(iteration, loss, step, HostCopy.start(step.skipped))
 
     def finish(self) -> None:
-        """Check what is still unchecked. Raises NotFiniteError on every rank with the ranks where it began."""
+        """Check what is still unchecked. Raises NotFiniteError on every rank that names the ranks where it began."""
         last, self._last = self._last, None
         if last is None or not last.skipped.wait():  # the same on all ranks: the norm is over all gradients
             return
@@ -241,6 +241,6 @@ class NanCheck:
 
 
 _ADVICE = (
-    "Nothing was saved since. Look at the data of that iteration, lower --lr, or continue "
-    "past such iterations with --no-check-for-nan-in-loss-and-grad"
+    "No checkpoint was written since. Inspect the data of that iteration, lower --lr, or skip "
+    "such iterations with --no-check-for-nan-in-loss-and-grad"
 )

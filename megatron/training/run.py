@@ -12,18 +12,16 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.run_config import Config
-from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.samplers import Batch
+from megatron.training.data.samplers import Batch, BatchSchedule
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.reporting.logging import Writer
-from megatron.training.reporting.profiling import Timers
+from megatron.training.reporting.measurements import Timers
 
 
 class Loss(NamedTuple):
@@ -40,12 +38,6 @@ ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
 
 The micro batch is empty on chunks that need no data.
 """
-
-
-class ModelProvider(Protocol):
-    """Builds one pipeline chunk, not yet initialised."""
-
-    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
 
 
 class DatasetsProvider(Protocol):

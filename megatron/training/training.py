@@ -21,7 +21,6 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.layer_spec import layer_spec
-from megatron.planning.costs import model_flops_per_token
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
     save_checkpoint,
@@ -30,7 +29,7 @@ from megatron.training.checkpoint.checkpointing import (
 )
 from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError, scalars
-from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
@@ -44,12 +43,12 @@ from megatron.training.launch import (
     lost_ranks_explained,
     seed_everything,
 )
+from megatron.training.planning.costs import model_flops_per_token
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, as_fields, log_line
-from megatron.training.reporting.measurements import memory, memory_line, params_norm
-from megatron.training.reporting.profiling import StepProfiler, Timers
+from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, log_line
+from megatron.training.reporting.measurements import StepProfiler, Timers, memory, memory_line, params_norm
 from megatron.training.reporting.summary import reporting
-from megatron.training.run import DatasetsProvider, ForwardStep, ModelProvider, Run
+from megatron.training.run import DatasetsProvider, ForwardStep, Run
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +301,7 @@ def train_step(
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     """The line of the log and the points of all iterations since the last one. Collective."""
     interval, config = log.close_interval(), run.config.logging
-    fields = as_fields(interval) | {
+    fields = interval.as_fields() | {
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
     }

@@ -4,8 +4,7 @@ import shlex
 
 import pytest
 
-from megatron.planning.run_plan import RunPlan, plan_run
-from megatron.training.reporting.summary import run_shape
+from megatron.training.planning.run_plan import RunPlan, plan_run
 from tests.live_tensors import LiveTensors
 from tests.torch_versions import of_current_torch
 from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider, parse_args, pretrain
@@ -75,7 +74,7 @@ def measure(rank, world_size, flags):
 def plan(flags: str, world_size: int) -> RunPlan:
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(config.tokenizer.vocab_size + 1)
-    return plan_run(run_shape(config, world_size, model_provider, "cpu"), world_size)
+    return plan_run(config, world_size, model_provider, "cpu")
 
 
 @of_current_torch
@@ -87,7 +86,7 @@ def test_memory_and_traffic(pool, name):
         stage = planned.stages[rank if len(planned.stages) > 1 else 0]
         assert stage.memory.total == pytest.approx(peak, rel=0.03)
 
-        axes = (stage.traffic.tp, stage.traffic.cp, stage.traffic.dp, stage.traffic.pp, stage.traffic.embedding)
+        axes = [stage.traffic[name] for name in ("tp", "cp", "dp", "pp", "embedding")]
         for operation, counted in {
             "allreduce_": sum(axis.all_reduce for axis in axes),
             "_allgather_base_": sum(axis.all_gather for axis in axes),

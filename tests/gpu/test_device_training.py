@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.planning.run_plan import plan_run
-from megatron.training.reporting.summary import run_shape
+from megatron.training.planning.run_plan import plan_run
 from tests import ROOT
 from tests.compare import assert_same
 from tests.torch_versions import of_current_torch
@@ -95,7 +94,7 @@ def test_memory_is_as_planned(pool, precision):
     flags = f"{FLAGS}{LLAMA}--device cuda {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
     config = parse_args((COMMON + flags).split(), 1)
     config.set_vocab_size(61)
-    planned = plan_run(run_shape(config, 1, model_provider), 1).stages[0].memory.total
+    planned = plan_run(config, 1, model_provider).stages[0].memory.total
     assert planned == pytest.approx(pool.run(peak_of_a_run, 1, flags)[0], rel=0.1)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,52 +35,28 @@ from megatron.training.config.arguments import FlagParser, parse_flags
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-# Flag -> the field of Options that it sets, the savers that it says something to, and how it is parsed.
-TARGET_FLAGS: dict[str, tuple[str, Collection[str], dict[str, Any]]] = {
-    "--target-tensor-parallel-size": ("tensor_parallel", ("legacy", "universal"), {"type": int}),
-    "--target-pipeline-parallel-size": ("pipeline_parallel", ("legacy",), {"type": int}),
-    "--target-virtual-pipeline-parallel-size": (
-        "virtual_pipeline_parallel",
-        ("legacy",),
-        {"type": int, "help": "model chunks per stage"},
-    ),
-    "--dtype": ("dtype", WRITERS, {"choices": [*DTYPES], "help": "of the weights; default: as the source"}),
-    "--save-optim-sidecar": (
-        "optim_sidecar",
-        ("hf",),
-        {"action": "store_true", "help": "keep the optimizer beside the model"},
-    ),
-    "--max-shard-size": ("max_shard_size", ("hf",), {"help": "largest file; default: 5GB"}),
-    "--true-vocab-size": ("vocab_size", ("hf", "universal"), {"type": int, "help": "tokens to keep"}),
-    "--tokenizer": ("tokenizer", ("hf",), {"type": Path, "help": "tokenizer to put beside the model"}),
-    "--universal-style": (
-        "universal_style",
-        ("universal",),
-        {"choices": [*STYLES], "help": "whose parameter names; default: by the model"},
-    ),
-    "--target-qkv-blocks": (
-        "qkv_blocks",
-        ("universal",),
-        {
-            "action": "store_true",
-            "help": "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size",
-        },
-    ),
+ALL, AS_SOURCE = " ".join(WRITERS), "default: as the source"
+INT, SWITCH = {"type": int}, {"action": "store_true"}
+QKV_BLOCKS = "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size"
+WHOSE_MODULES = "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine"
+# Flag -> the field of Options that it sets, the savers that it says something to, its help, and how it is parsed.
+TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "--target-tensor-parallel-size": ("tensor_parallel", "legacy universal", AS_SOURCE, INT),
+    "--target-pipeline-parallel-size": ("pipeline_parallel", "legacy", AS_SOURCE, INT),
+    "--target-virtual-pipeline-parallel-size": ("virtual_pipeline_parallel", "legacy", "model chunks per stage", INT),
+    "--dtype": ("dtype", ALL, "of the weights; default: as the source", {"choices": [*DTYPES]}),
+    "--save-optim-sidecar": ("optim_sidecar", "hf", "keep the optimizer beside the model", SWITCH),
+    "--max-shard-size": ("max_shard_size", "hf", "largest file; default: 5GB", {}),
+    "--true-vocab-size": ("vocab_size", "hf universal", "tokens to keep", INT),
+    "--tokenizer": ("tokenizer", "hf", "tokenizer to put beside the model", {"type": Path}),
+    "--universal-style": ("universal_style", "universal", "whose names; default: by the model", {"choices": [*STYLES]}),
+    "--target-qkv-blocks": ("qkv_blocks", "universal", QKV_BLOCKS, SWITCH),
     "--target-transformer-impl": (
-        "transformer_impl",
-        ("legacy", "torch_dist"),
-        {
-            "choices": ["local", "transformer_engine"],
-            "help": "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine",
-        },
+        "transformer_impl", "legacy torch_dist", WHOSE_MODULES, {"choices": ["local", "transformer_engine"]},
     ),
-    "--stacked-layers": (
-        "stacked_layers",
-        ("torch_dist",),
-        {"action": "store_true", "help": "one tensor for all layers, not one per layer"},
-    ),
-    "--workers": ("workers", WRITERS, {"type": int, "default": 2, "help": "files written at once"}),
-}
+    "--stacked-layers": ("stacked_layers", "torch_dist", "one tensor for all layers, not one per layer", SWITCH),
+    "--workers": ("workers", ALL, "files written at once", {"type": int, "default": 2}),
+}  # fmt: skip
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -97,9 +73,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--no-optim", action="store_true", help="leave the optimizer state out")
     add("--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing")
     add("--universal-qkv-layout", choices=QKV_LAYOUTS, help="of a universal source; default: what its arguments tell")
-    for flag, (_, savers, how) in TARGET_FLAGS.items():
-        meant = "" if savers is WRITERS else f"for {', '.join(savers)}: "
-        add(flag, **how | {"help": meant + how.get("help", "default: as the source")})
+    for flag, (_, savers, text, how) in TARGET_FLAGS.items():
+        add(flag, help=text if savers == ALL else f"for {savers.replace(' ', ', ')}: {text}", **how)
     add("--overwrite", action="store_true", help="replace an existing --save-dir")
     add("--verify", action="store_true", help="read the result back and compare it with the source")
     args, rest = parser.parse_known_args(argv)
@@ -117,7 +92,7 @@ def given_for_target(args: argparse.Namespace) -> dict[str, Any]:
 
 def without_effect(args: argparse.Namespace) -> list[str]:
     """Flags that were given, and mean nothing to the saver."""
-    meant = {flag: TARGET_FLAGS[flag][1] for flag in given_for_target(args)}
+    meant = {flag: TARGET_FLAGS[flag][1].split() for flag in given_for_target(args)}
     return [f"{flag} (for {', '.join(savers)})" for flag, savers in meant.items() if args.saver not in savers]
 
 
@@ -129,20 +104,9 @@ def run(
     fields = {TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value for flag, value in told}
     options = Options(**fields, optimizer=not args.no_optim, note=note)
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
+    what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
     with Progress(f"-> {args.saver}") as progress:
-        return convert(
-            args.load_dir,
-            args.save_dir,
-            args.saver,
-            args.loader,
-            args.ckpt_step,
-            hints,
-            options,
-            args.overwrite,
-            args.verify,
-            progress.add,
-            progress.restart,
-        )
+        return convert(*what, args.overwrite, args.verify, progress.add, progress.restart)
 
 
 def stop(number: int, frame: object) -> NoReturn:

@@ -68,6 +68,13 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
     return "learned_absolute" if namespace.get("add_position_embedding", True) else "none"
 
 
+_WITHOUT_FORM = (
+    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
+    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "scale_embeddings", "window_attn_skip_freq",
+)  # fmt: skip
+
+
 def write_args(
     config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
 ) -> argparse.Namespace:
@@ -75,8 +82,8 @@ def write_args(
 
     `blocks` of q, k and v are marked as their writers mark them. ValueError for a model that they do not have.
     """
-    for name in ("quick_geglu", "rotary_interleaved"):
-        if getattr(config, name):
+    for name in _WITHOUT_FORM:
+        if getattr(config, name) not in (None, False, "pre"):
             raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
     theirs: dict[str, Any] = {

@@ -64,9 +64,7 @@ from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 QKV_LAYOUTS = ("groups", "tp-blocks")
-
 _POSITIONS = "embedding.position_embeddings.weight"
-
 _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 
 

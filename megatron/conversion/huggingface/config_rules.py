@@ -7,7 +7,7 @@ in `HARMLESS`: an ignored field may be a different model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,7 +185,13 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
-_SCALINGS = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}  # rope type -> its fields and their arguments
+_LINEAR = {"factor": "rotary_seq_len_interpolation_factor"}
+_SCALINGS = {
+    "default": {},
+    "linear": _LINEAR,
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+}  # rope type -> its fields and their arguments
 _ROPE_NUMBERS = dict.fromkeys(("rope_theta", "partial_rotary_factor"), number())
 _ROPE = record(
     {f"{name}?": optional(_TEXT) for name in ("rope_type", "type")}
@@ -195,7 +201,7 @@ _ROPE = record(
 
 
 def rope(partial: bool = False) -> Rule:
-    """Base and scaling (llama3, yarn). `partial`: only a part of each head may be rotated."""
+    """Base and scaling (linear, llama3, yarn). `partial`: only a part of each head may be rotated."""
 
     def read(hf: Json, args: Json) -> Json:
         told = {k: v for k, v in (hf.get("rope_scaling") or hf.get("rope_parameters") or {}).items() if v is not None}
@@ -225,8 +231,8 @@ def rope(partial: bool = False) -> Rule:
 def _read_scaling(kind: str, hf: Json, scaling: Json, args: Json) -> Json:
     # Without the original length transformers takes the one that the model is for.
     known = {"original_max_position_embeddings": hf.get("max_position_embeddings")} | scaling
-    asked = _LLAMA3 if kind == "llama3" else ("factor", "original_max_position_embeddings") if kind == "yarn" else ()
-    for field in asked:
+    asked = {"llama3": _LLAMA3, "yarn": ("factor", "original_max_position_embeddings"), "linear": _LINEAR}
+    for field in asked.get(kind, ()):
         argument = _SCALINGS[kind][field]
         if known.get(field) is None and argument not in args:
             raise ValueError(f"config.json: rope scaling {kind} has no {field!r}: give {flag_name(argument)}")
@@ -234,7 +240,8 @@ def _read_scaling(kind: str, hf: Json, scaling: Json, args: Json) -> Json:
 
 
 def _write_scaling(config: TransformerConfig) -> Json | None:
-    kind = "llama3" if config.use_rope_scaling else str(config.rope_type)
+    stretched = "linear" if config.rotary_stretch != 1.0 else "rope"
+    kind = "llama3" if config.use_rope_scaling else "yarn" if config.rope_type == "yarn" else stretched
     if kind == "rope":
         return None
     scaling = {"rope_type": kind} | {field: getattr(config, name) for field, name in _SCALINGS[kind].items()}
@@ -243,7 +250,82 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     return scaling
 
 
+_ROPES = record({f"{name}?": optional(_ROPE) for name in ("full_attention", "sliding_attention")})
+
+
+def _read_two_ropes(hf: Json, args: Json) -> Json:
+    """5.x has the parameters of both kinds of layers by their names; layers with a window are never scaled."""
+    both = {kind: dict(found) for kind, found in (hf.get("rope_parameters") or {}).items() if found is not None}
+    whole, local = both.get("full_attention", {}), both.get("sliding_attention", {})
+    kind = local.get("rope_type") or local.get("type") or "default"
+    if kind != "default":
+        raise _unsupported("rope_parameters.sliding_attention.rope_type", kind, "default is")
+    base = whole.get("rope_theta") or hf.get("rope_theta") or 1e6
+    scaling = whole or hf.get("rope_scaling")
+    found = rope().read({**hf, "rope_theta": base, "rope_parameters": None, "rope_scaling": scaling}, args)
+    window = hf.get("sliding_window", 4096)
+    return found | {
+        "rotary_base_local": float(local.get("rope_theta") or hf.get("rope_local_base_freq") or 1e4) if window else None
+    }
+
+
+TWO_ROPES = Rule(
+    {"rope_theta": number(), "rope_local_base_freq": number(), "rope_scaling": _ROPE, "rope_parameters": _ROPES},
+    _read_two_ropes,
+    lambda config: {
+        "rope_theta": config.rotary_base,
+        "rope_local_base_freq": config.rotary_base_local,
+        "rope_scaling": _write_scaling(config),
+    },
+)
+
 _LAYER_TYPES = {"layer_types": sequence(_TEXT, 10**5)}
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _windows(window: int | None, kinds: Sequence[str]) -> Json:
+    """`kinds`: of every layer. transformers counts the token itself, `window_size` does not."""
+    if not set(kinds) <= set(_KINDS):
+        raise ValueError(f"config.json: layer_types {sorted(set(kinds) - set(_KINDS))} is not supported")
+    if "sliding_attention" not in kinds:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    if not window:
+        raise ValueError(f"config.json: layer_types sliding_attention with sliding_window = {window}")
+    pattern = [_KINDS.index(kind) for kind in kinds]
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
+
+
+def alternating_windows(every: int) -> Rule:
+    """Layers have the window but for every N-th, `sliding_window_pattern`, by default `every`; or as listed."""
+
+    def read(hf: Json, args: Json) -> Json:
+        skip = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or every
+        usual = [_KINDS[(layer + 1) % skip > 0] for layer in range(args["num_layers"])]
+        return _windows(hf.get("sliding_window", 4096), hf.get("layer_types") or usual)
+
+    def write(config: TransformerConfig) -> Json:
+        window = config.window_size[0] + 1 if config.window_size else None
+        return {"sliding_window": window, "layer_types": [_KINDS[has_window] for has_window in config.window_pattern]}
+
+    sizes = dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), SIZE)
+    return Rule(_LAYER_TYPES | sizes, read, write)
+
+
+def softcap(argument: str, default: float | None) -> Rule:
+    """Null is no cap, a missing field `default`."""
+    return Rule(
+        {argument: number()},
+        lambda hf, args: {argument: hf.get(argument, default)},
+        lambda config: {argument: getattr(config, argument)},
+    )
+
+
+# The scale of the scores is its square root's inverse; it must be a whole number.
+QUERY_SCALAR = Rule(
+    {"query_pre_attn_scalar": number()},
+    lambda hf, args: {"softmax_scale": (hf.get("query_pre_attn_scalar") or 256) ** -0.5},
+    lambda config: {"query_pre_attn_scalar": round(config.score_scale**-2)},
+)
 
 
 def _read_window(hf: Json, window: int | None) -> Json:
@@ -267,26 +349,21 @@ def sliding_window(default: int | None) -> Rule:
 
 
 def _read_qwen_window(hf: Json, args: Json) -> Json:
-    """Layers from `max_window_layers` on have the window, if `use_sliding_window`; here all or none."""
+    """Layers from `max_window_layers` on have the window, if `use_sliding_window`, or those in `layer_types`."""
     layers = args["num_layers"]
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf.get("max_window_layers", 28) if window else layers
-    all_of_them = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    kinds = set(hf.get("layer_types") or all_of_them)
-    if kinds == {"full_attention"}:
-        return {"window_size": None}
-    if kinds == {"sliding_attention"} and window:
-        return {"window_size": (window - 1, 0)}
-    raise ValueError(
-        f"config.json: layer_types {sorted(kinds)} with sliding_window = {window}, max_window_layers = {first} "
-        f"of {layers} layers: all must have the window, or none"
-    )
+    return _windows(window, hf.get("layer_types") or [_KINDS[layer >= first] for layer in range(layers)])
 
 
 def _write_qwen_window(config: TransformerConfig) -> Json:
     if config.window_size is None:
         return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
-    return {"use_sliding_window": True, "sliding_window": config.window_size[0] + 1, "max_window_layers": 0}
+    pattern = config.window_pattern
+    written = {"use_sliding_window": True, "sliding_window": config.window_size[0] + 1}
+    if pattern == sorted(pattern):
+        return written | {"max_window_layers": pattern.index(1)}
+    return written | {"layer_types": [_KINDS[has_window] for has_window in pattern]}
 
 
 QWEN_WINDOW = Rule(

@@ -49,24 +49,15 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    file_name,
-    named_file,
-    read_json,
-    record,
-    sequence,
-)
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
 
 DIRECTORY = "megatron_state"
-
 _STATE = "state.json"  # written last: without it there is no sidecar
-
 _TUPLES = ("window_size", "betas")  # JSON has lists only
 
-_SCHEMA = record({"files": sequence(file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
+_SCHEMA = schema.record({"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
 
 
 @dataclasses.dataclass
@@ -84,8 +75,8 @@ class Sidecar:
         if not (directory / _STATE).exists():
             return None
         where = str(directory / _STATE)
-        state = _SCHEMA(read_json(directory / _STATE), where)
-        paths = [named_file(directory, name, where) for name in state["files"]]
+        state = _SCHEMA(schema.read_json(directory / _STATE), where)
+        paths = [schema.named_file(directory, name, where) for name in state["files"]]
         missing = [path.name for path in paths if not path.exists()]
         if missing:
             raise ValueError(
@@ -154,12 +145,12 @@ class HuggingFaceSource:
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         given = dict(args or {})
-        hf = read_json(directory / "config.json")
+        hf = schema.read_json(directory / "config.json")
         try:
             family = family_of(hf)
             self.args = family.read_config(hf, given, ignored_fields)
         except ValueError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
+            raise schema.CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.

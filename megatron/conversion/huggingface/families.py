@@ -15,9 +15,12 @@ from megatron.conversion.huggingface.config_rules import (
     GELU,
     NO_GROUPS,
     QUERY_RANK,
+    QUERY_SCALAR,
     QWEN_WINDOW,
+    TWO_ROPES,
     Json,
     Rule,
+    alternating_windows,
     biases,
     copied,
     feed_forward,
@@ -29,14 +32,17 @@ from megatron.conversion.huggingface.config_rules import (
     read_config,
     rope,
     sliding_window,
+    softcap,
     write_config,
 )
 from megatron.conversion.huggingface.parameters import (
     BLOOM_ROWS,
     DEEPSEEK_V3_ROWS,
+    GEMMA_ROWS,
     GPT2_ROWS,
     LLAMA_ROWS,
     MIXTRAL_ROWS,
+    OLMO2_ROWS,
     PHI3_ROWS,
     QWEN3_ROWS,
     Row,
@@ -100,16 +106,20 @@ class Family:
 
 
 _NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)
-_GATED_RMS_RULES: tuple[Rule, ...] = (
+_SIZE_RULES: tuple[Rule, ...] = (
     copied("num_layers", "num_hidden_layers"),
     copied("hidden_size", "hidden_size"),
     copied("num_attention_heads", "num_attention_heads"),
     copied("ffn_hidden_size", "intermediate_size"),
     copied("max_position_embeddings", "max_position_embeddings", default=None),
+    copied("attention_dropout", "attention_dropout", default=0.0),
+    implied(normalization="RMSNorm", position_embedding_type="rope"),
+)
+_GATED_RMS_RULES: tuple[Rule, ...] = (
+    *_SIZE_RULES,
     fixed("hidden_act", "silu", "swish", written=True),
     opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
-    copied("attention_dropout", "attention_dropout", default=0.0),
-    implied(swiglu=True, normalization="RMSNorm", position_embedding_type="rope"),
+    implied(swiglu=True),
 )
 _LLAMA_RULES = (
     *_GATED_RMS_RULES,
@@ -185,6 +195,69 @@ QWEN3 = Family(
         implied(qk_layernorm=True),
     ),
 )
+_OLMO_RULES = (
+    *_GATED_RMS_RULES,
+    copied("norm_epsilon", "rms_norm_eps", default=1e-5),
+    rope(),
+    implied(hidden_dropout=0.0),
+    query_groups(None),
+    head_dim(always=False),
+    _NO_BIAS,
+    fixed("attention_bias", False, written=True),
+    implied(qk_layernorm=True, qk_layernorm_across_heads=True, window_size=None),
+)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    "model.layers.",
+    OLMO2_ROWS,
+    (*_OLMO_RULES, implied(norm_placement="post")),
+)
+_GEMMA_RULES = (
+    *_SIZE_RULES,
+    copied("norm_epsilon", "rms_norm_eps", default=1e-6),
+    opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", True),
+    fixed("hidden_activation", "gelu_pytorch_tanh", written=True),
+    fixed("attention_bias", False, written=True),
+    fixed("use_bidirectional_attention", False),
+    query_groups(4),
+    head_dim(256),
+    _NO_BIAS,
+    QUERY_SCALAR,
+    implied(geglu=True, norm_placement="both", apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
+)
+_OF_GEMMA = ("cache_implementation", "hidden_act")
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    "model.layers.",
+    GEMMA_ROWS,
+    (
+        *_GEMMA_RULES,
+        rope(),
+        alternating_windows(2),
+        softcap("attn_logit_softcapping", 50.0),
+        softcap("final_logit_softcapping", 30.0),
+        implied(qk_layernorm=False),
+    ),
+    _OF_GEMMA,
+    whole_heads=True,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "model.layers.",
+    GEMMA_ROWS,
+    (
+        *_GEMMA_RULES,
+        TWO_ROPES,
+        alternating_windows(6),
+        softcap("final_logit_softcapping", None),
+        implied(qk_layernorm=True),
+    ),
+    (*_OF_GEMMA, "attn_logit_softcapping"),  # which its attention does not read
+    whole_heads=True,
+)
 _EXPERT_RULES = (copied("moe_router_topk", "num_experts_per_tok"), AUXILIARY_LOSS)
 _QWEN_EXPERT_RULES = (
     *_EXPERT_RULES,
@@ -226,6 +299,20 @@ QWEN2_MOE = Family(
     ),
 )
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    "model.layers.",
+    LLAMA_ROWS,
+    (
+        *_OLMO_RULES,
+        *_EXPERT_RULES,
+        copied("num_experts", "num_experts", "num_local_experts", default=64),
+        copied("moe_ffn_hidden_size", "intermediate_size"),
+        opposite("moe_router_pre_softmax", "norm_topk_prob", False),
+        fixed("clip_qkv", None),
+    ),
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -320,7 +407,18 @@ BLOOM = Family(
         "skip_bias_add_qkv",
     ),
 )
-FAMILIES = (LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT2, BLOOM)
+FAMILIES = (
+    *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3),
+    *(GPT2, BLOOM),
+)
+
+# Models that one could take for one of these -> what of them is not here.
+_LACKING = {
+    "gpt_oss": "attention sinks, a clamped activation and biases of experts",
+    "gemma3": "images as input; its text model alone, gemma3_text, is supported",
+    "olmo": "norms without weights",
+}
 
 _NAMES = record(
     {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))},
@@ -333,8 +431,9 @@ def family_of(hf: Json) -> Family:
     model_type, architectures = hf.get("model_type"), hf.get("architectures") or []
     named = [f for f in FAMILIES if f.model_type == model_type or (not model_type and f.architecture in architectures)]
     if not named:
+        why = f" (it has {_LACKING[model_type]})" if model_type in _LACKING else ""
         supported = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported are {supported}")
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported{why}; supported are {supported}")
     family = named[0]
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):

@@ -74,6 +74,12 @@ DEEPSEEK_V3_ROWS = LLAMA_ROWS | {
     "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
+_NORMS_BEHIND = {
+    "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
+    "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),
+}
+OLMO2_ROWS = LLAMA_ROWS | _NORMS_BEHIND
+GEMMA_ROWS = OLMO2_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
 PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
     "mlp.linear_fc1.": Row(("mlp.gate_up_proj.",)),

@@ -19,18 +19,7 @@ import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import (
-    anything,
-    integer,
-    mapping,
-    named_file,
-    parse_json,
-    read_json,
-    read_regular,
-    record,
-    sequence,
-    shown,
-)
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import committed, write_json
 
 SPACE = "\u2581"
@@ -87,17 +76,17 @@ def _merge_pairs(numbers: dict[str, int], scores: list[float]) -> list[tuple[str
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each alone makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_TOKEN = integer(-1, 2**31 - 1)
+_TOKEN = schema.integer(-1, 2**31 - 1)
 
 
 def _token_ids(value: Any, where: str) -> Any:
     """None, a token, or several: a text may end in more than one way."""
     if value is None:
         return value
-    return sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
+    return schema.sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
 
 
-TOKEN_IDS = record({f"{name}?": _token_ids for name in _IDS})
+TOKEN_IDS = schema.record({f"{name}?": _token_ids for name in _IDS})
 
 
 def tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,20 +144,20 @@ def _confirmed(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -
         path = Path(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
-    told = f"tokenizer: the checkpoint names {shown(value)}, which lies outside of its directory"
+    told = f"tokenizer: the checkpoint names {schema.shown(value)}, which lies outside of its directory"
     result.lost.append(f"{told}; give --tokenizer to copy it")
     return None
 
 
 def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenizer) -> None:
     for name in _CONTENTS:
-        path = named_file(tokenizer, name, str(tokenizer))
+        path = schema.named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             _copy(path, directory / name, result)
     for name in ("generation_config.json", "config.json"):  # config.json last: it decides
-        path = named_file(tokenizer, name, str(tokenizer))
+        path = schema.named_file(tokenizer, name, str(tokenizer))
         if path.exists():
-            told = TOKEN_IDS(read_json(path), str(path))
+            told = TOKEN_IDS(schema.read_json(path), str(path))
             result.ids |= {name: told[name] for name in _IDS if told.get(name) is not None}
 
 
@@ -201,7 +190,7 @@ def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedToke
     if not _copy(merges, directory / "merges.txt", result):
         return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-    end = read_json(directory / "vocab.json").get("<|endoftext|>")
+    end = schema.read_json(directory / "vocab.json").get("<|endoftext|>")
     result.ids |= {"bos_token_id": end, "eos_token_id": end}
 
 
@@ -216,7 +205,7 @@ def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
 def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
     """Whether `source` was copied: content only, the mode is that of a new file."""
     try:
-        content = read_regular(source)
+        content = schema.read_regular(source)
         _CONTENTS[target.name](content, str(source))
     except CheckpointError as error:
         result.lost.append(f"tokenizer: {error}")
@@ -229,7 +218,7 @@ def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
 
 def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
     def check_content(content: bytes, where: str) -> None:
-        check(parse_json(content, where), where)
+        check(schema.parse_json(content, where), where)
 
     return check_content
 
@@ -259,15 +248,15 @@ def _template(content: bytes, where: str) -> None:
         raise CheckpointError(f"{where} is not a Jinja template")
 
 
-_OBJECT = _json(mapping(anything))
+_OBJECT = _json(schema.mapping(schema.anything))
 # The files that are copied, and what each must be.
 _CONTENTS: dict[str, Callable[[bytes, str], None]] = {
-    "tokenizer.json": _json(record({"model": mapping(anything)})),
+    "tokenizer.json": _json(schema.record({"model": schema.mapping(schema.anything)})),
     "tokenizer_config.json": _OBJECT,
     "special_tokens_map.json": _OBJECT,
     "added_tokens.json": _OBJECT,
     "tokenizer.model": _sentencepiece,
-    "vocab.json": _json(mapping(_TOKEN)),
+    "vocab.json": _json(schema.mapping(_TOKEN)),
     "merges.txt": _merges,
     "chat_template.jinja": _template,
     "generation_config.json": _OBJECT,

@@ -25,21 +25,7 @@ import torch
 from megatron.conversion.model_space.pieces import run_jobs, write_at
 from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
 from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    SHAPE,
-    anything,
-    file_name,
-    key,
-    mapping,
-    named_file,
-    one_of,
-    open_regular,
-    parse_json,
-    read_json,
-    record,
-    sequence,
-)
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.durable_files import committed, write_json
 
@@ -57,8 +43,10 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_ENTRY = record({"shape": SHAPE, "dtype": one_of(*_DTYPES), "data_offsets": sequence(COUNT, 2, least=2)})
-_HEADER = mapping(_ENTRY, keys=key)
+_ENTRY = schema.record(
+    {"shape": schema.SHAPE, "dtype": schema.one_of(*_DTYPES), "data_offsets": schema.sequence(schema.COUNT, 2, least=2)}
+)
+_HEADER = schema.mapping(_ENTRY, keys=schema.key)
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _BLOCK = 16 << 20  # bytes that are read at once where only some columns are wanted
@@ -71,12 +59,12 @@ class SafetensorsFile:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._starts: dict[str, int] = {}
-        with open_regular(path) as file:
+        with schema.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_MAX_HEADER, size - 8):
                 raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
-            header = parse_json(file.read(length), f"{path}: the header", object_pairs_hook=self._once)
+            header = schema.parse_json(file.read(length), f"{path}: the header", object_pairs_hook=self._once)
         end = 8 + length
         for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
             end = self._add(name, entry, 8 + length, end)
@@ -193,7 +181,7 @@ class TorchFile:
     """`pytorch_model.bin` of old repositories, read without running anything."""
 
     def __init__(self, path: Path) -> None:
-        state = mapping(anything, keys=key)(safe_load(path), str(path))
+        state = schema.mapping(schema.anything, keys=schema.key)(safe_load(path), str(path))
         self._state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
@@ -201,7 +189,7 @@ class TorchFile:
         return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
 
 
-_INDEX = record({"weight_map": mapping(file_name, keys=key)})
+_INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
 _KINDS = (("model.safetensors", SafetensorsFile), ("pytorch_model.bin", TorchFile))
 
 
@@ -223,8 +211,8 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
 
 
 def _open_shards(directory: Path, index: Path, kind: type[SafetensorsFile] | type[TorchFile]) -> dict[str, TensorFile]:
-    weight_map = _INDEX(read_json(index), str(index))["weight_map"]
-    paths = {name: named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
+    weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
+    paths = {name: schema.named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")

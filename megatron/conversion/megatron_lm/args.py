@@ -62,7 +62,6 @@ def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
 
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
-
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -70,7 +69,6 @@ _CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     _BY_LAYER: True,
 }
-
 _NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
@@ -223,12 +221,10 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_linear_offset": (0.0, None),
     "activation_func_clamp_value": (None,),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "softmax_type": ("vanilla", None),
     "attention_output_gate": (False, None),
-    "window_attn_skip_freq": (None,),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "is_hybrid_model": (False, None),
@@ -296,7 +292,6 @@ _STATEFUL = re.compile(
     r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
     r"|decoder\.final_layernorm)\.weight"
 )
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say None
 
 

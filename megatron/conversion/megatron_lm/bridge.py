@@ -30,7 +30,6 @@ _RENAMED = {
 }
 # Settings without a counterpart among the arguments -> the only values that are our model.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
-    "softmax_scale": (None,),
     "use_mup": (False, None),
     "heterogeneous_block_specs": (False, None),
     "rotary_scaling_factor": (None, 1.0),

@@ -61,15 +61,11 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
-
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
-
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
-
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
@@ -77,6 +73,11 @@ def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict
     """What stands beside the tensors: `common.pt`, or an object in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
     return reader.read_object(_COMMON_STATE) if not common and _COMMON_STATE in reader.metadata.objects else common
+
+
+def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
+    """The state of every rank's random generators, read when it is asked for."""
+    return {key: partial(reader.read_object, key) for key in reader.metadata.objects if key.startswith("rng_state/")}
 
 
 class TorchDistSource:
@@ -101,11 +102,12 @@ class TorchDistSource:
         self.unused: list[str] = []
         self._table = CheckedTable(self.description)
         self._num_layers = int(self.args["num_layers"])
-        buckets = {_bucket_of(key): key for key in stored.tensors if _BUCKET.fullmatch(key)} if optimizer else {}
         if optimizer:
             refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
-        for key in stored.tensors:
-            if not (key.startswith(("optimizer.", "chained_")) if not optimizer else _BUCKET.fullmatch(key)):
+        wanted = [key for key in stored.tensors if optimizer or not key.startswith(("optimizer.", "chained_"))]
+        buckets = {_bucket_of(key): key for key in wanted if _BUCKET.fullmatch(key)}
+        for key in wanted:
+            if not _BUCKET.fullmatch(key):
                 self._add(key)
         if WORD_EMBEDDINGS not in self._table.tensors:
             raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT model")
@@ -119,16 +121,12 @@ class TorchDistSource:
             groups = groups or self._groups_of_buckets()
         self._table.complete()
         self.training: TrainingState | None = training_state(common, self.args, groups)
-        rng = [key for key in stored.objects if key.startswith("rng_state/")]
-        self.training.rng = {key: self._object_reader(key) for key in rng}
+        self.training.rng = _generators(self._reader)
         self.tensors = self._table.tensors
         self._check_model(directory)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(key, offset, shape)
-
-    def _object_reader(self, key: str) -> Callable[[], Any]:
-        return lambda: self._reader.read_object(key)
 
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
@@ -149,11 +147,8 @@ class TorchDistSource:
             target = optimizer_key(state, own) if state else own
             if original is None:
                 shape = stored.shape[len(lead) :]
-                self._table.add(
-                    target,
-                    TensorInfo(shape, stored.dtype),
-                    StoredPiece((0,) * len(shape), shape, self._region(key, lead)),
-                )
+                piece = StoredPiece((0,) * len(shape), shape, self._region(key, lead))
+                self._table.add(target, TensorInfo(shape, stored.dtype), piece)
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
 
@@ -265,7 +260,6 @@ def _is_known_object(key: str) -> bool:
 
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
-
 _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
 
 
@@ -288,8 +282,7 @@ class RunCheckpoint:
         stored = self.reader.metadata
         self.tensors = {key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()}
         self.training: TrainingState | None = training_state(common, self.args, param_groups(common.get("optimizer")))
-        generators = [key for key in stored.objects if key.startswith("rng_state/")]
-        self.training.rng = {key: partial(self.reader.read_object, key) for key in generators}
+        self.training.rng = _generators(self.reader)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self.reader.read(key, offset, shape)

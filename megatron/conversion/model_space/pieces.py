@@ -20,11 +20,9 @@ from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.durable_files import naming
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
-
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
 _BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
-
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 

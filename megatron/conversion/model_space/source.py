@@ -42,9 +42,7 @@ from megatron.core.dist_checkpointing.format.schema import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = plausible("LAYERS", 10_000)
-
 SIZE = plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
-
 RANKS = plausible("RANKS", 100_000)  # of an axis, or a layout
 
 
@@ -101,7 +99,6 @@ _RUN: dict[str, Check] = {
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(boolean, "legacy_tokenizer"),
 }
-
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 
@@ -118,7 +115,6 @@ PARAM_GROUP = record(
         "params?": sequence(anything),
     }
 )
-
 GRAD_SCALER = record({"scale?": scalar, "growth_tracker?": scalar, "hysteresis_tracker?": scalar})
 
 
@@ -144,7 +140,6 @@ _OPTIMIZER = record(
         "state?": mapping(anything, keys=anything),
     }
 )
-
 TRAINING_STATE = record(
     {
         "iteration?": COUNT,
@@ -184,9 +179,7 @@ COMMON = record(
 Shape = tuple[int, ...]
 
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
-
 SGD = ("param", "momentum_buffer")
-
 OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
 
 

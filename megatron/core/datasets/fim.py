@@ -11,13 +11,16 @@ from megatron.core.datasets.config import GPTDatasetConfig
 
 
 class TextTokenizer(Protocol):
-    """Of a tokenizer, what is needed here."""
+    """The part of a tokenizer that is used here."""
 
-    def tokenize(self, text: str) -> list[int]: ...
+    @property
+    def tokenize(self) -> Callable[[str], list[int]]: ...
 
-    def detokenize(self, ids: Sequence[int]) -> str: ...
+    @property
+    def detokenize(self) -> Callable[[Sequence[int]], str]: ...
 
-    def token_id(self, token: str) -> int | None: ...
+    @property
+    def token_id(self) -> Callable[[str], int | None]: ...
 
 
 class FillInTheMiddle:

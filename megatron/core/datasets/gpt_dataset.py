@@ -49,7 +49,7 @@ class GPTIndexPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int) -> tuple[int, bool]:
-    """(epochs, is the last one shuffled on its own): the fewest that hold `num_samples`; None stands for one epoch."""
+    """The fewest epochs that hold `num_samples` (None: one epoch), and whether the last one is shuffled separately."""
     assert tokens_per_epoch > 0
     if num_samples is None:
         return 1, False
@@ -106,7 +106,7 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Stands for the order of samples (32 hex digits): equal ones make sample i the same cut of the data.
+        """Identifies the order of samples (32 hex digits): with equal ones sample i is the same cut of the data.
 
         It covers options, name and sequence lengths of the data, but not the tokens.
         """

@@ -10,18 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    CheckpointError,
-    anything,
-    file_name,
-    mapping,
-    read_json,
-    read_regular,
-    record,
-    sequence,
-    text,
-)
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
 from megatron.core.object_storage import ObjectPath, path_of
 
@@ -51,13 +40,13 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     """The iteration that the tracker names, "release", or None without a tracker. A garbled one is a ValueError."""
     path = path_of(save_directory) / TRACKER
     try:
-        named = read_regular(path).decode("utf-8", errors="replace").strip()
+        named = schema.read_regular(path).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if named == "release":
         return named
     if not (named.isascii() and named.isdigit()):
-        raise CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
+        raise schema.CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
     return int(named)
 
 
@@ -69,8 +58,14 @@ def is_complete(directory: str | os.PathLike[str]) -> bool:
     return (path / METADATA).is_file() and (path / METADATA_JSON).is_file()
 
 
-_COMMIT = record({"save_id?": text(), "revoked?": text(), "files?": mapping(sequence(anything, 2, 2), file_name)})
-_FILE = (COUNT, text(16))
+_COMMIT = schema.record(
+    {
+        "save_id?": schema.text(),
+        "revoked?": schema.text(),
+        "files?": schema.mapping(schema.sequence(schema.anything, 2, 2), schema.file_name),
+    }
+)
+_FILE = (schema.COUNT, schema.text(16))
 
 
 def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
@@ -89,7 +84,7 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
     """
     where = f"{directory / METADATA_JSON}"
     try:
-        content = _COMMIT(read_json(directory / METADATA_JSON), where)
+        content = _COMMIT(schema.read_json(directory / METADATA_JSON), where)
     except FileNotFoundError:
         return None
     if "revoked" in content:

@@ -7,33 +7,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, read_commit
-from megatron.core.dist_checkpointing.format.checksums import (
-    BLOCK_SIZE,
-    CHECKSUMS,
-    DIGEST_SIZE,
-    OLD_CHECKSUMS,
-    FileChecksums,
-    checksums_of,
-    find_checksums,
-    hash_blocks,
-    read_checksums,
-)
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    file_name,
-    mapping,
-    open_file,
-    read_json,
-    record,
-    text,
-)
+from megatron.core.dist_checkpointing.format import checksums, schema
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
@@ -42,9 +25,11 @@ from megatron.core.dist_checkpointing.object_generation import CLAIM
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
 
-_READ_SIZE = 8 * BLOCK_SIZE
+T = TypeVar("T")
+
+_READ_SIZE = 8 * checksums.BLOCK_SIZE
 INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
-_INTEGRITY = record({"algorithm?": text(), "files": mapping(text())})
+_INTEGRITY = schema.record({"algorithm?": schema.text(), "files": schema.mapping(schema.text())})
 
 
 @dataclass
@@ -81,9 +66,9 @@ def verify(
     if (path / INTEGRITY).exists():
         _check_integrity(path, report, progress)
     try:
-        sums = read_checksums(path)
-    except CheckpointError as error:
-        if find_checksums(path) is not None:
+        sums = checksums.read_checksums(path)
+    except schema.CheckpointError as error:
+        if (path / checksums.CHECKSUMS).exists():
             report.problems.append(str(error))
         else:
             report.notes.append(str(error))
@@ -108,8 +93,8 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _object_faults(path, listed)
     # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
-    if find_checksums(path) is not None:
-        exact, sizes = True, {name: sums.size for name, sums in read_checksums(path).items()}
+    if (path / checksums.CHECKSUMS).exists():
+        exact, sizes = True, {name: sums.size for name, sums in checksums.read_checksums(path).items()}
     else:
         exact, sizes = False, read_metadata(path).file_sizes()
     for name, expected in sizes.items():
@@ -133,38 +118,39 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
         if size != expected:
             problems.append(f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {expected}")
         elif not name.endswith(".distcp"):
-            sums = checksums_of((path / name).read_bytes())
+            sums = checksums.checksums_of((path / name).read_bytes())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
                 problems.append(f"{name} is not what {METADATA_JSON} vouches for")
     return problems
 
 
+def _collected(report: VerifyReport, check: Callable[[], T]) -> T | None:
+    """The result of `check`, or None: an error of it is a problem, and the checks behind it go on."""
+    try:
+        return check()
+    except schema.CheckpointError as error:
+        report.problems.append(str(error))
+        return None
+
+
+def _tiling_fault(tensor: StoredTensor) -> str | None:
+    return tensor.chunks.find_fault(tensor.shape)
+
+
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
     """Everything that can be known without reading the shards."""
-    metadata = None
-    try:
-        metadata = read_metadata(path)
-    except CheckpointError as error:
-        report.problems.append(str(error))
-    try:
-        read_json(path / METADATA_JSON)
-    except FileNotFoundError:
+    metadata = _collected(report, lambda: read_metadata(path))
+    if (path / METADATA_JSON).exists():
+        _collected(report, lambda: schema.read_json(path / METADATA_JSON))
+    else:
         report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
-    except ValueError as error:
-        report.problems.append(str(error))
     if (path / COMMON).exists():
-        try:
-            safe_load(path / COMMON, mmap=False)
-        except CheckpointError as error:
-            report.problems.append(str(error))
+        _collected(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:
         return None
     report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        try:
-            fault = tensor.chunks.find_fault(tensor.shape)
-        except CheckpointError as error:
-            fault = str(error)
+        fault = _collected(report, partial(_tiling_fault, tensor))
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
     for name, size in sorted(metadata.file_sizes().items()):
@@ -173,16 +159,8 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {
-        METADATA,
-        METADATA_JSON,
-        COMMON,
-        CHECKSUMS,
-        OLD_CHECKSUMS,
-        LINEAGE,
-        INTEGRITY,
-        CLAIM,
-    } | metadata.file_sizes().keys()
+    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
+    known |= metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata
@@ -191,8 +169,8 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
 def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int], None]) -> None:
     """The hashes that Megatron-LM wrote."""
     try:
-        manifest = _INTEGRITY(read_json(path / INTEGRITY), str(path / INTEGRITY))
-        names = [file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
+        manifest = _INTEGRITY(schema.read_json(path / INTEGRITY), str(path / INTEGRITY))
+        names = [schema.file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
     except ValueError as error:
         report.problems.append(str(error))
         return
@@ -201,15 +179,11 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         return
     for name in names:
         try:
-            found = _sha256(path / name, progress)
+            found = _collected(report, partial(_sha256, path / name, progress))
+            if found not in (None, manifest["files"][name]):
+                report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
         except OSError as error:
             report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
-            continue
-        except CheckpointError as error:
-            report.problems.append(str(error))
-            continue
-        if found != manifest["files"][name]:
-            report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
     report.has_checksums, report.files = True, len(names)
 
 
@@ -227,7 +201,7 @@ def write_integrity(directory: str | os.PathLike[str], progress: Callable[[int],
 
 def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with open_file(path) as file:
+    with schema.open_file(path) as file:
         for offset in range(0, file.size, _READ_SIZE):
             block = file.read(offset, _READ_SIZE)
             digest.update(block)
@@ -235,29 +209,31 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int], None]) -> list[str]:
+def _check_content(path: Path, expected: checksums.FileChecksums, progress: Callable[[int], None]) -> list[str]:
     """The checksums of one whole file; damaged ranges are merged."""
     problems = []
     try:
-        with open_file(path) as file:
+        with schema.open_file(path) as file:
             size = file.size
             if size != expected.size:
                 problems.append(f"{path}: has {size} bytes instead of {expected.size}")
             damaged: list[int] = []
             for offset in range(0, min(size, expected.size), _READ_SIZE):
                 content = file.read(offset, _READ_SIZE)
-                found, first = hash_blocks(content), offset // BLOCK_SIZE
-                for i in range(len(found) // DIGEST_SIZE):
-                    place = slice((first + i) * DIGEST_SIZE, (first + i + 1) * DIGEST_SIZE)
-                    if found[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE] != expected.blocks[place]:
+                found, first = checksums.hash_blocks(content), offset // checksums.BLOCK_SIZE
+                for i in range(len(found) // checksums.DIGEST_SIZE):
+                    place = slice((first + i) * checksums.DIGEST_SIZE, (first + i + 1) * checksums.DIGEST_SIZE)
+                    if found[i * checksums.DIGEST_SIZE : (i + 1) * checksums.DIGEST_SIZE] != expected.blocks[place]:
                         damaged.append(first + i)
                 progress(len(content))
     except OSError as error:
         return [f"{path}: cannot be opened: {error.strerror}"]
-    except CheckpointError as error:
+    except schema.CheckpointError as error:
         return [str(error)]
     if damaged:
-        ranges = ", ".join(f"{i * BLOCK_SIZE}..{min(size, (i + 1) * BLOCK_SIZE)}" for i in damaged[:10])
+        ranges = ", ".join(
+            f"{i * checksums.BLOCK_SIZE}..{min(size, (i + 1) * checksums.BLOCK_SIZE)}" for i in damaged[:10]
+        )
         more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
         problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")
     return problems
@@ -266,8 +242,8 @@ def _check_content(path: Path, expected: FileChecksums, progress: Callable[[int]
 def total_bytes(directory: str | os.PathLike[str]) -> int:
     """How much `verify` is going to read."""
     try:
-        return sum(file.size for file in read_checksums(path_of(directory)).values())
-    except CheckpointError:
+        return sum(file.size for file in checksums.read_checksums(path_of(directory)).values())
+    except schema.CheckpointError:
         return 0
 
 

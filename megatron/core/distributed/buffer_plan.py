@@ -1,4 +1,4 @@
-"""Where every parameter lies in the contiguous buffers: a pure function of names, shapes and `ParamInfo`.
+"""The place of every parameter in the contiguous buffers: a pure function of names, shapes and `ParamInfo`.
 
 No tensor is touched, so the plan of any rank of any layout can be made anywhere.
 """
@@ -94,6 +94,8 @@ def plan_buffer(specs: Sequence[ParamSpec], bucket_size: int, num_shards: int) -
         for spec in run:
             spans.append(Span(spec, position, position + spec.numel))
             position = round_up(position + spec.numel, ALIGNMENT)
+        # A bucket ends at a multiple of the shards, so that one reduce-scatter gives every rank an equal, aligned part;
+        # parameters may straddle the border of two shards.
         start = buckets[-1].stop if buckets else 0
         numel = round_up(position, ALIGNMENT * num_shards)
         buckets.append(BucketPlan(start, numel, run[0].group, tuple(spans)))
@@ -102,6 +104,7 @@ def plan_buffer(specs: Sequence[ParamSpec], bucket_size: int, num_shards: int) -
 
 def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[ParamSpec]]:
     """Cut the parameters, in buffer order, into the runs that share a bucket."""
+    # The last layers finish their backward pass first: their buckets are reduced while the first layers still compute.
     backward = list(reversed(specs))
     matrices = [spec for spec in backward if spec.group.weight_decay]
     vectors = [spec for spec in backward if not spec.group.weight_decay]

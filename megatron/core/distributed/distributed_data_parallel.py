@@ -1,9 +1,10 @@
-"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, while backward goes on."""
+"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, during the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,65 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.distributed.config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.utils import flag, raise_problems
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """How gradients are reduced and parameters gathered over the data-parallel axis."""
+
+    use_distributed_optimizer: bool = flag(False)
+    """Shard main parameters and optimizer state over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = flag(False)
+    """Reduce each bucket of gradients during the backward pass."""
+    overlap_param_gather: bool = flag(False)
+    """Gather each bucket of updated parameters during the next forward pass; needs the distributed optimizer."""
+    grad_reduce_in_bf16: bool = flag(False)
+    """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a loss of precision."""
+    ddp_bucket_size: int | None = flag(None)
+    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else no limit."""
+    ddp_num_buckets: int | None = flag(None)
+    """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
+
+    def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            yield (
+                "--overlap-param-gather needs --use-distributed-optimizer: without it every rank updates all of its "
+                "parameters and there is nothing to gather"
+            )
+        if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
+            yield (
+                f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets {self.ddp_num_buckets} exclude "
+                "each other: give one of them"
+            )
+        for name in ("ddp_bucket_size", "ddp_num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"--{name.replace('_', '-')} must be positive, got {value}"
+
+    def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        """In which gradients of parameters of `param_dtype` are accumulated and reduced.
+
+        fp32, unless it is said otherwise: bf16 drops small gradients over many microbatches.
+        """
+        in_bf16 = self.grad_reduce_in_bf16 and param_dtype == torch.bfloat16
+        return torch.bfloat16 if in_bf16 else torch.float32
+
+    def bucket_size(self, num_elements: int, dp_size: int) -> int:
+        """Elements after which a bucket of a chunk of `num_elements` is closed."""
+        if self.ddp_bucket_size is not None:
+            return self.ddp_bucket_size
+        if self.ddp_num_buckets is not None:
+            return max(1, num_elements // self.ddp_num_buckets)
+        if self.overlap_grad_reduce or self.overlap_param_gather:
+            return max(40_000_000, 1_000_000 * dp_size)  # large enough for the bandwidth of many ranks
+        return max(1, num_elements)
 
 
 class DistributedDataParallel(MegatronModule):
@@ -52,8 +108,12 @@ class DistributedDataParallel(MegatronModule):
         self.grad_divisor: float | torch.Tensor = float(dp.size)
         self.flat_buffers = _make_buffers(module, config, dp, self.edp)
         self.buckets = _in_order_of_completion(module, self.flat_buffers)
+        # Collectives match by order, so every rank must start them in the same one, whatever the order in which its
+        # backward pass completes the buckets: a bucket that is complete early waits for those before it.
         self._next_bucket = 0  # the first bucket whose reduction has not started
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        # Gradients that are added to `main_grad` never pass through `param.grad`, so a post-accumulate hook would not
+        # see them: the hooks are on the autograd nodes, which run in either case.
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
         if config.overlap_param_gather:
             self._register_gather_hooks(bucket_of)
@@ -120,7 +180,7 @@ class DistributedDataParallel(MegatronModule):
             last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
 
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
-        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, be it None.
+        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, also if it is None.
 
         The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
         """
@@ -139,7 +199,6 @@ class DistributedDataParallel(MegatronModule):
         if self.require_sync and self.config.overlap_grad_reduce:
             assert param in bucket.missing, "a parameter got a second gradient after it was counted as complete"
             bucket.missing.remove(param)
-            # In one order on all ranks, whatever the order in which their backward passes complete the buckets.
             while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
                 self._start_next_bucket()
 

@@ -52,7 +52,8 @@ class Bucket:
         self._reduced = grad_data[self.shard_start : self.shard_stop]
         in_fp32 = grad_data.dtype == torch.float32
         self.grad_shard = self._reduced if in_fp32 else torch.zeros_like(self._reduced, dtype=torch.float32)
-        self.missing = set(self.params)  # parameters whose gradient of the last microbatch has not arrived
+        # Parameters whose gradient of the last micro batch has not arrived: the reduction starts when none is left.
+        self.missing = set(self.params)
         self._dp = dp
         self._sharded = shard.size > 1
         self._grad_work: dist.Work | None = None
@@ -73,7 +74,7 @@ class Bucket:
         if self._grad_work is not None:
             self._grad_work.wait()
             self._grad_work = None
-        if self.grad_shard is not self._reduced:
+        if self.grad_shard is not self._reduced:  # bf16 gradients: clipping and the update need them in fp32
             self.grad_shard.copy_(self._reduced)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -42,7 +43,7 @@ class PositionEmbedding(MegatronModule):
 
 
 class GPTEmbedding(MegatronModule):
-    """Words + positions, norm, dropout: `[b, s]` to `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism."""
+    """Words (scaled) + positions, norm, dropout: `[b, s]` to `[s, b, h]`, `[s/tp, b, h]` under sequence parallelism."""
 
     def __init__(
         self,
@@ -58,6 +59,9 @@ class GPTEmbedding(MegatronModule):
     ) -> None:
         super().__init__()
         self.tp, self.rng, self.sequence_parallel, self.dropout = tp, rng, sequence_parallel, config.hidden_dropout
+        # In the model's precision, as checkpoints were trained.
+        scale = torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu").item()
+        self.scale = scale if config.scale_embeddings else None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -81,6 +85,8 @@ class GPTEmbedding(MegatronModule):
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens.t())
+        if self.scale is not None:
+            hidden_states = hidden_states * self.scale
         if self.position_embeddings is not None:
             positions = position_ids.t()  # [s, b]
             if self.sequence_parallel:
@@ -118,6 +124,7 @@ class OutputLayer(MegatronModule):
         super().__init__()
         self.tp, self.sequence_parallel, self.vocab_size, self.tied_copy = tp, sequence_parallel, vocab_size, tied_copy
         self.cross_entropy = layer_spec(config).cross_entropy(config)
+        self.softcap = config.final_logit_softcapping
         rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
         info = ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=tied_copy, counted=not tied_copy)
         shape = (rows, config.hidden_size)
@@ -134,6 +141,7 @@ class OutputLayer(MegatronModule):
             vocab_size=self.vocab_size,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
+            softcap=self.softcap,
         )
         return losses.t()
 
@@ -141,6 +149,8 @@ class OutputLayer(MegatronModule):
         """Logits of the real vocabulary `[b, s, vocab]` in the model's dtype, whole on every TP rank."""
         enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
         partial = F.linear(enter(hidden_states, self.tp), weight)
+        if self.softcap is not None:
+            partial = torch.tanh(partial / self.softcap) * self.softcap
         return gather_from_tensor_parallel(partial, self.tp)[..., : self.vocab_size].transpose(0, 1)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:

@@ -6,85 +6,48 @@ The loss is multiplied by `scale` so that small gradients do not vanish in fp16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.core.optimizer.config import OptimizerConfig
 
 
-class GradScaler(Protocol):
-    """`update` is called once per step; the state is Megatron-LM's and empty when there is nothing to keep."""
+class GradScaler:
+    """What the loss is multiplied by: --loss-scale if it is given, a dynamic scale for fp16, else 1.
 
-    scale: float
-    dynamic: bool
-
-    def update(self, found_inf: bool) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def make_grad_scaler(config: OptimizerConfig, fp16: bool) -> GradScaler:
-    """A fixed scale if one is given, a dynamic one for fp16, else 1."""
-    if config.loss_scale is not None:
-        return ConstantGradScaler(config.loss_scale)
-    if not fp16:
-        return ConstantGradScaler(1.0)
-    return DynamicGradScaler(
-        config.initial_loss_scale, config.min_loss_scale, config.loss_scale_window, config.hysteresis
-    )
-
-
-class ConstantGradScaler:
-    """The same scale for ever."""
-
-    dynamic = False
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def update(self, found_inf: bool) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class DynamicGradScaler:
-    """Doubled after `growth_interval` steps without overflow, halved by the `hysteresis`-th overflow and later ones.
-
-    Overflows are counted since the scale last grew; a single good step does not forgive them (Megatron-LM's rule).
+    A dynamic scale is doubled after `loss_scale_window` steps without overflow, and halved by the `hysteresis`-th
+    overflow and later ones. Overflows are counted since the scale last grew; a single good step does not forgive them
+    (Megatron-LM's rule). A fixed one has no state.
     """
 
-    dynamic = True
-
-    def __init__(self, initial_scale: float, min_scale: float, growth_interval: int, hysteresis: int) -> None:
-        self.scale = initial_scale
-        self.min_scale = min_scale
-        self.growth_interval = growth_interval
-        self.hysteresis = hysteresis
+    def __init__(self, config: OptimizerConfig, fp16: bool) -> None:
+        self.dynamic = fp16 and config.loss_scale is None
+        self.scale = config.initial_loss_scale if self.dynamic else config.loss_scale or 1.0
+        self._config = config
         self._good_steps = 0
-        self._tolerated = hysteresis
+        self._tolerated = config.hysteresis
 
     def update(self, found_inf: bool) -> None:
+        """After every step."""
+        if not self.dynamic:
+            return
         if found_inf:
             self._good_steps = 0
             self._tolerated -= 1
             if self._tolerated <= 0:
-                self.scale = max(self.scale / 2, self.min_scale)
+                self.scale = max(self.scale / 2, self._config.min_loss_scale)
             return
         self._good_steps += 1
-        if self._good_steps == self.growth_interval:
+        if self._good_steps == self._config.loss_scale_window:
             self._good_steps = 0
-            self._tolerated = self.hysteresis
+            self._tolerated = self._config.hysteresis
             self.scale *= 2
 
     def state_dict(self) -> dict[str, Any]:
+        """In Megatron-LM's form."""
+        if not self.dynamic:
+            return {}
         return {
             "scale": torch.tensor([self.scale]),
             "growth_tracker": self._good_steps,
@@ -93,13 +56,14 @@ class DynamicGradScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The empty state of a run without dynamic scaling changes nothing."""
+        if not (state and self.dynamic):
+            return
         missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()
-        if state and missing:
+        if missing:
             raise ValueError(f"the checkpoint's loss scaling lacks {', '.join(sorted(missing))}: give --no-load-optim")
-        if state:
-            self.scale = float(state["scale"])
-            self._good_steps = int(state["growth_tracker"])
-            self._tolerated = int(state["hysteresis_tracker"])
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["growth_tracker"])
+        self._tolerated = int(state["hysteresis_tracker"])
 
 
 _ROW = 1024

@@ -19,7 +19,7 @@ from megatron.core.module import ParamInfo
 from megatron.core.optimizer import apex
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard, cast_to_fp8, make_shard, make_update_rule
-from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, make_grad_scaler, sum_of_squares
+from megatron.core.optimizer.grad_scaler import GradScaler, clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.update_rules import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
 
@@ -63,7 +63,7 @@ class MegatronOptimizer:
         self.shards = [make_shard(bucket, config) for chunk in chunks for bucket in chunk.buckets]
         self.device = self.shards[0].param.device
         fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
-        self.grad_scaler = make_grad_scaler(config, fp16)
+        self.grad_scaler = GradScaler(config, fp16)
         layouts: dict[nn.Parameter, MatrixLayout] = {}
         if config.optimizer == "muon":
             for chunk in chunks:
@@ -106,8 +106,7 @@ class MegatronOptimizer:
         # Phase 3: the model
         self._copy_to_model()
         held_back = self.grad_scaler.dynamic and bool(skipped)
-        if self.grad_scaler.dynamic:
-            self.grad_scaler.update(held_back)
+        self.grad_scaler.update(held_back)
         return StepResult(norm, skipped, held_back, num_zeros)
 
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:

@@ -57,6 +57,7 @@ class Schedule:
         """Learning rate after `num_steps` samples, between other ends if given."""
         max_lr = self.max_lr if max_lr is None else max_lr
         min_lr = self.min_lr if min_lr is None else min_lr
+        # The order of these cases is Megatron-LM's: warm-up first, and the end of the decay is an exact minimum.
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
             return self.init_lr + (max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
         if self.lr_decay_style == "constant":
@@ -129,30 +130,14 @@ _STORED = (
 )  # fmt: skip
 
 
-def _constant_lr(state: Mapping[str, Any]) -> bool:
-    return state.get("lr_decay_style") == "constant"
-
-
-def _constant_wd(state: Mapping[str, Any]) -> bool:
-    return state.get("wd_incr_style") == "constant"
-
-
-def _no_wsd(state: Mapping[str, Any]) -> bool:
-    return state.get("lr_decay_style") != "WSD"
-
-
-def _no_warmup(state: Mapping[str, Any]) -> bool:
-    return not state.get("lr_warmup_steps")
-
-
 _IDLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # field -> the schedules in which it means nothing
-    "lr_decay_steps": _constant_lr,
-    "min_lr": _constant_lr,
-    "start_wd": _constant_wd,
-    "wd_incr_steps": _constant_wd,
-    "wsd_decay_steps": _no_wsd,
-    "wsd_decay_style": _no_wsd,
-    "init_lr": _no_warmup,
+    "lr_decay_steps": lambda state: state.get("lr_decay_style") == "constant",
+    "min_lr": lambda state: state.get("lr_decay_style") == "constant",
+    "start_wd": lambda state: state.get("wd_incr_style") == "constant",
+    "wd_incr_steps": lambda state: state.get("wd_incr_style") == "constant",
+    "wsd_decay_steps": lambda state: state.get("lr_decay_style") != "WSD",
+    "wsd_decay_style": lambda state: state.get("lr_decay_style") != "WSD",
+    "init_lr": lambda state: not state.get("lr_warmup_steps"),
 }
 
 
@@ -206,21 +191,16 @@ class OptimizerParamScheduler:
             idle = {name for name, is_idle in _IDLE.items() if is_idle(state) and is_idle(now)}
             different = {name: value for name, value in different.items() if name not in idle}
         if different:
-            self._settled(", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items()))
+            what = ", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items())
+            if not (self._use_checkpoint or self._override):
+                raise ValueError(
+                    f"the checkpoint has another schedule: {what}; steps are samples. Give "
+                    "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
+                    "go on with the checkpoint's, or the flags of the first run"
+                )
+            source, other = ("checkpoint", "flags") if self._use_checkpoint else ("flags", "checkpoint")
+            logger.warning("schedule taken from the %s, not from the %s: %s", source, other, what)
         if "num_steps" not in state:
             raise ValueError("the checkpoint's schedule has no num_steps: give --finetune or --no-load-optim")
         self.num_steps = state["num_steps"]
         self._apply()
-
-    def _settled(self, what: str) -> None:
-        """Say which of two schedules counts, or that none was chosen."""
-        if self._use_checkpoint:
-            logger.warning("schedule taken from the checkpoint, not from the flags: %s", what)
-        elif self._override:
-            logger.warning("schedule taken from the flags, not from the checkpoint: %s", what)
-        else:
-            raise ValueError(
-                f"the checkpoint has another schedule: {what}; steps are samples. Give "
-                "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
-                "go on with the checkpoint's, or the flags of the first run"
-            )

@@ -110,6 +110,7 @@ def run_schedule(
     inputs: dict[Action, Exchange] = {}
     previous: Exchange | None = None
     for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only, group_size):
+        # 1. The pass of this tick, with the input that an earlier exchange received.
         result = None
         if tick.action is not None:
             source = inputs.pop(tick.action, None)
@@ -120,8 +121,10 @@ def run_schedule(
                 if before_last_backward is not None and tick.action.microbatch == num_microbatches - 1:
                     before_last_backward(tick.action.chunk)
                 result = stage.backward(tick.action, received)
+        # 2. The exchange of the tick before has overlapped with that pass; at most two exchanges hold memory.
         if previous is not None:
-            previous.wait()  # no more than two exchanges hold memory; this one overlapped with the pass above
+            previous.wait()
+        # 3. Post this tick's messages. They overlap with the pass of the next tick.
         previous = Exchange(tick, result, pp, spec)
         if tick.receive is not None:
             inputs[tick.receive.input_of] = previous

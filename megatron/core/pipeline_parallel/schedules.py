@@ -82,6 +82,7 @@ def schedule(
     _check_sizes(pp_rank, pp_size, vpp_size, num_microbatches, group_size)
     sizes = (pp_size, vpp_size, num_microbatches, forward_only, group_size)
     actions = _timetable(pp_rank, *sizes)
+    # What the neighbours send at which clock follows from their timetables: nothing is negotiated while running.
     arrivals: dict[int, Message] = {}
     for peer in {(pp_rank - 1) % pp_size, (pp_rank + 1) % pp_size}:
         for clock, sent_by in _timetable(peer, *sizes).items():
@@ -90,6 +91,7 @@ def schedule(
                 assert clock not in arrivals, "one message per clock"
                 arrivals[clock] = Message(peer, message.input_of)
 
+    # A rank also stops at clocks where it only receives: the exchange must happen when its sender gets there.
     steady = _steady_clocks(actions)
     for clock in sorted(actions.keys() | arrivals.keys()):
         phase: Phase = "steady" if clock in steady else "warmup" if clock < steady.start else "cooldown"
@@ -98,10 +100,19 @@ def schedule(
         yield Tick(clock, phase, action, send, arrivals.get(clock))
 
 
+def check_group_size(pp_size: int, group_size: int) -> None:
+    """ValueError for groups of the interleaved schedule that are smaller than the pipeline: it would run dry."""
+    if group_size < pp_size:
+        raise ValueError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
+            "the pipeline: the first stage would wait for the last one"
+        )
+
+
 def groups_fit(num_microbatches: int, pp_size: int, group_size: int) -> bool:
-    """Whether no group of the interleaved schedule is smaller than the pipeline, in which case it would run dry."""
+    """Whether the last group of the interleaved schedule, too, is as large as the pipeline."""
     rest = num_microbatches % group_size
-    return group_size >= pp_size and (rest == 0 or rest >= pp_size)
+    return rest == 0 or rest >= pp_size
 
 
 def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Message | None:
@@ -120,7 +131,7 @@ def _timetable(
 ) -> dict[int, Action]:
     """Clock -> action of one rank."""
     if vpp_size == 1:
-        group_size = num_microbatches
+        group_size = num_microbatches  # one chunk: all micro batches pass it one after the other
     order = _forward_order(vpp_size, num_microbatches, group_size)
     count, first_group = len(order), min(group_size, num_microbatches)
     forward, backward = _clocks(pp_rank, pp_size, vpp_size, count, first_group)
@@ -183,11 +194,8 @@ def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: in
         raise ValueError(f"pipeline rank {pp_rank} is not part of a pipeline of {pp_size} stages")
     if vpp_size > 1 and pp_size == 1:
         raise ValueError(f"the interleaved schedule ({vpp_size} chunks per stage) needs more than one pipeline stage")
-    if vpp_size > 1 and group_size < pp_size:
-        raise ValueError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
-            "the pipeline: the first stage would wait for the last one"
-        )
+    if vpp_size > 1:
+        check_group_size(pp_size, group_size)
     if vpp_size > 1 and not groups_fit(num_microbatches, pp_size, group_size):
         raise ValueError(
             f"the interleaved schedule ({vpp_size} chunks per stage) runs microbatches in groups of {group_size}, of "

@@ -26,14 +26,22 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, tp: Axis, sequence_parallel: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    sequence_parallel: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Loss of every token, `[s, b]` in fp32.
 
     `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` this rank's rows `[v/tp, h]` of the
     output matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the softmax.
+    With `softcap` a logit x is softcap * tanh(x / softcap).
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, sequence_parallel)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, sequence_parallel, softcap)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -41,10 +49,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, tp: Axis, sequence_parallel: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        tp: Axis,
+        sequence_parallel: bool,
+        softcap: float | None,
     ) -> Tensor:
         whole = start_sequence_all_gather(hidden, tp).wait() if sequence_parallel else hidden
         logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()  # [n, v/tp]
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
         first = tp.rank * weight.shape[0]
         logits[:, max(0, vocab_size - first) :] = -torch.inf
         rows, mine = _local_labels(labels.reshape(-1), first, weight.shape[0])
@@ -57,20 +74,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if tp.size > 1:
             sums = torch.stack((total, predicted))
             total, predicted = start_all_reduce(sums, tp).wait().unbind()
-        ctx.save_for_backward(hidden, weight, logits, total, rows, mine)
-        ctx.weight, ctx.tp, ctx.sequence_parallel = weight, tp, sequence_parallel
+        ctx.save_for_backward(hidden, weight, logits, largest, total, rows, mine)
+        ctx.weight, ctx.tp, ctx.sequence_parallel, ctx.softcap = weight, tp, sequence_parallel, softcap
         return (total.log() - predicted).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, logits, total, rows, mine = ctx.saved_tensors
+        hidden, weight, logits, largest, total, rows, mine = ctx.saved_tensors
         tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
         gather = start_sequence_all_gather(hidden, tp) if sequence_parallel else Pending(hidden, None)
-        dlogits = _gradient(logits, total, rows, mine, dloss.reshape(-1).float())
+        chunks, dloss = _chunks(logits), dloss.reshape(-1).float()
+        for start in chunks if ctx.softcap is not None else ():
+            part = slice(start, start + chunks.step)
+            slope = _slope(logits[part], largest[part], ctx.softcap)
+            _gradient(logits[part], total[part], rows[part], mine[part], dloss[part]).mul_(slope)
+        dlogits = logits if ctx.softcap is not None else _gradient(logits, total, rows, mine, dloss)
         dx = (dlogits @ weight).view(gather.wait().shape)
         pending = start_sequence_reduce_scatter(dx, tp) if sequence_parallel else start_all_reduce(dx, tp)
         dw = linear_weight_grad(ctx.weight, dlogits, gather.wait().reshape(-1, hidden.shape[-1]))
-        return pending.wait(), dw, None, None, None, None
+        return pending.wait(), dw, None, None, None, None, None
 
 
 def _local_labels(labels: Tensor, first: int, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -111,3 +133,9 @@ def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, mine: Tensor
     at_label = exponentials[rows, columns].float() - dloss * mine
     exponentials[rows, columns] = at_label.to(exponentials.dtype)  # in place; scatter_add_ would copy the whole matrix
     return exponentials
+
+
+def _slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:
+    """d y / d x of y = softcap * tanh(x / softcap), from e^(y - largest)."""
+    y = exponentials.float().clamp_min(torch.finfo(torch.float32).tiny).log_().add_(largest.unsqueeze(1))
+    return y.div_(softcap).square_().neg_().add_(1.0)

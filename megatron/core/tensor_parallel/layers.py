@@ -156,7 +156,8 @@ class ColumnParallelLinear(MegatronModule):
 class RowParallelLinear(MegatronModule):
     """Input columns are split over TP; the partial outputs are summed, then the replicated bias is added.
 
-    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with `sequence_parallel`.
+    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with `sequence_parallel`. A norm of the
+    output belongs to the layer, as on disk.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class RowParallelLinear(MegatronModule):
         tp: Axis,
         sequence_parallel: bool = False,
         bias: bool = True,
+        output_norm: MegatronModule | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
@@ -177,9 +179,11 @@ class RowParallelLinear(MegatronModule):
         self.weight = make_parameter((output_size, columns), dtype, device, ParamInfo(init, tp_dim=1))
         # The bias gradient is taken from the gathered output gradient: it is whole on every rank.
         self.bias = make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0))) if bias else None
+        self.post_layernorm = output_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x)
+        y = self.project(x)
+        return y if self.post_layernorm is None else self.post_layernorm(y)
 
     def project(self, x: Tensor) -> Tensor:
         """The product and its collectives, which are no part of compiled regions."""

@@ -24,9 +24,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
 class AttentionMask:
     """The `attn_mask` of scaled_dot_product_attention; None means plain causal order, which needs no mask at all."""
 
-    def __init__(self, config: TransformerConfig, heads_over: tuple[int, int]) -> None:
-        """`heads_over`: which part of the heads is here, and of how many."""
-        self.window = config.window_size
+    def __init__(self, config: TransformerConfig, heads_over: tuple[int, int], window: tuple[int, int] | None) -> None:
+        """`heads_over`: which part of the heads is here, and of how many; `window`: the layer's."""
+        self.window = window
         self.slopes = None
         if config.position_embedding_type == "alibi":
             start, stop = even_range(config.num_attention_heads, *heads_over)

@@ -9,18 +9,16 @@ kept for the backward pass: keys and values are exchanged again, and their gradi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import start_sequence_all_gather, start_sequence_reduce_scatter
+from megatron.core.transformer.attention_kernels import Block, Scoring, attend, attend_backward
 from megatron.core.transformer.attention_mask import AttentionMask
-
-_aten = torch.ops.aten
 
 
 @torch._disable_dynamo  # torch.compiler.disable without importing the compiler, which takes as long as torch itself
@@ -32,16 +30,14 @@ def blockwise_attention(
     masked: Tensor | None,
     cp: Axis,
     comm_type: str,
-    scale: float | None = None,
+    scoring: Scoring,
 ) -> Tensor:
     """Causal attention of the local queries `[b, heads, s/cp, d]` to the keys `[b, groups, s/cp, d]` of all ranks.
 
-    `masked` `[b, 1, s/cp, s]` is True where attention is forbidden, or None; `scale` of the scores is 1 / sqrt(d) where
-    it is None. Returns the shape of `query`.
+    `masked` `[b, 1, s/cp, s]` is True where attention is forbidden, or None. Returns the shape of `query`.
     """
-    context: Tensor = _BlockwiseAttention.apply(
-        query, torch.stack((key, value)), mask, masked, cp, _EXCHANGES[comm_type], scale
-    )
+    exchange = _EXCHANGES[comm_type if cp.size > 1 else "all_gather"]  # which does nothing with one rank
+    context: Tensor = _BlockwiseAttention.apply(query, torch.stack((key, value)), mask, masked, cp, exchange, scoring)
     return context
 
 
@@ -55,7 +51,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         masked: Tensor | None,
         cp: Axis,
         exchange: _Exchange,
-        scale: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         out = lse = query.new_empty(0)
         for source, (key, value) in exchange.fetch(mine, cp):
@@ -63,7 +59,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             if block is None:
                 continue
             rows, columns = block.rows, block.columns
-            part, part_lse = _attend(query[:, :, rows], key[:, :, columns], value[:, :, columns], block, scale)
+            part, part_lse = attend(query[:, :, rows], key[:, :, columns], value[:, :, columns], block, scoring)
             if source == cp.rank:  # the first block, in which every query sees at least itself
                 out, lse = part.float(), part_lse
                 continue
@@ -71,7 +67,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], part_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, mine, out, lse, masked)
-        ctx.mask, ctx.cp, ctx.exchange, ctx.scale = mask, cp, exchange, scale
+        ctx.mask, ctx.cp, ctx.exchange, ctx.scoring = mask, cp, exchange, scoring
         return out
 
     @staticmethod
@@ -86,24 +82,14 @@ class _BlockwiseAttention(torch.autograd.Function):
                 rows, columns = block.rows, block.columns
                 q, do, o, logs = (x[:, :, rows] for x in (query, dout, out, lse))
                 k, v = (x[:, :, columns] for x in (key, value))
-                dq, dk, dv = _attend_backward(do, q, k, v, o, logs, block, ctx.scale)
+                dq, dk, dv = attend_backward(do, q, k, v, o, logs, block, ctx.scoring)
                 dquery[:, :, rows] += dq
                 gradient[0, :, :, columns], gradient[1, :, :, columns] = dk, dv
             returned.add(source, gradient)
         return dquery.to(query.dtype), returned.finish(), None, None, None, None, None
 
 
-class _Block(NamedTuple):
-    """Which of a rank's queries see which keys of another rank (or its own), and how."""
-
-    rows: slice
-    columns: slice
-    causal: bool = False
-    mask: Tensor | None = None
-    """Added to the scores, broadcastable to `[b, heads, rows, columns]`."""
-
-
-def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | None, cp: Axis) -> _Block | None:
+def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | None, cp: Axis) -> Block | None:
     """The queries of this rank and the keys of rank `source`; None where no query sees any of them.
 
     In causal order the chunks r and 2 CP - 1 - r of a rank see, of another rank with chunks j and 2 CP - 1 - j: for
@@ -112,90 +98,12 @@ def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | Non
     length, everything = query.shape[2], slice(None)
     if masked is not None or not mask.is_causal:
         added = mask.block(length * cp.size, cp, source, masked, query.dtype, query.device)
-        return None if added is None else _Block(everything, everything, mask=added)
+        return None if added is None else Block(everything, everything, mask=added)
     if source == cp.rank:
-        return _Block(everything, everything, causal=True)
+        return Block(everything, everything, causal=True)
     if source < cp.rank:
-        return _Block(everything, slice(0, length // 2))
-    return _Block(slice(length // 2, None), everything)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
-    if query.device.type != "cuda":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, block.causal, attn_mask=block.mask, scale=scale
-        )
-    if _takes_flash(query, block):
-        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
-    key, value = (_per_head(x, query) for x in (key, value))
-    out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
-    )
-    return out, lse[:, :, : query.shape[2]]  # the kernel pads rows
-
-
-def _attend_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: _Block,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
-    if query.device.type != "cuda":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, query, key, value, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale
-        )
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    if _takes_flash(query, block):
-        lengths = (query.shape[2], key.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            *lengths,
-            0.0,
-            block.causal,
-            no_dropout,
-            no_dropout,
-            scale=scale,
-        )
-    groups = key.shape[1]
-    key, value = (_per_head(x, query) for x in (key, value))
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows as the kernel pads them
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout, query, key, value, _aligned(block.mask, query, key), out, lse, no_dropout[0], no_dropout[1], 0.0,
-        [True, True, True, False], block.causal, scale=scale,
-    )  # fmt: skip
-    return dq, *(grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
-
-
-def _takes_flash(query: Tensor, block: _Block) -> bool:
-    return block.mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0
-
-
-def _per_head(x: Tensor, query: Tensor) -> Tensor:
-    """A copy of keys or values for every query head."""
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
-
-
-def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """`mask` with the strides that the memory-efficient kernel asks for, at the full shape."""
-    if mask is None:
-        return None
-    padded = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
-    return padded.expand(*query.shape[:3], key.shape[2])
+        return Block(everything, slice(0, length // 2))
+    return Block(slice(length // 2, None), everything)
 
 
 class _Shift:
@@ -268,7 +176,7 @@ class _RingSum:
         return self._shift.wait()
 
 
-class _Gather:
+class _AllGather:
     """All tensors are gathered at once, and all gradients scattered."""
 
     def fetch(self, mine: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -295,4 +203,4 @@ class _ScatterSum:
         return start_sequence_reduce_scatter(whole, self._cp).wait()
 
 
-_EXCHANGES: dict[str, _Exchange] = {"p2p": _Ring(), "all_gather": _Gather()}
+_EXCHANGES: dict[str, _Exchange] = {"p2p": _Ring(), "all_gather": _AllGather()}

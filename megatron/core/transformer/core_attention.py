@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng, checkpoint
+from megatron.core.transformer.attention_kernels import Scoring
 from megatron.core.transformer.attention_mask import AttentionMask
 from megatron.core.transformer.blockwise_attention import blockwise_attention
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class CoreAttention(MegatronModule):
     """Softmax of scores, times values: heads are split over TP, positions over `cp`, which says what is exchanged.
 
-    `scale` multiplies the scores; None means 1 / sqrt(d).
+    `scale` multiplies the scores; None means 1 / sqrt(d). `window` is the layer's.
     """
 
     checkpoint: Callable[..., Any] = staticmethod(checkpoint)
@@ -34,11 +35,12 @@ class CoreAttention(MegatronModule):
         rng: TensorParallelRng,
         cp: ContextParallel = WHOLE_SEQUENCES,
         scale: float | None = None,
+        window: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.rng, self.cp, self.scale = config, rng, cp, scale
         heads = cp.head_axis
-        self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size))
+        self.mask = AttentionMask(config, (tp.rank * heads.size + heads.rank, tp.size * heads.size), window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
@@ -52,10 +54,10 @@ class CoreAttention(MegatronModule):
         # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer with the same
         q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.config.attention_dropout if self.training else 0.0
-        if split_over.size > 1:
+        if split_over.size > 1 or self.config.attn_logit_softcapping is not None:
             assert dropout == 0.0, "the kernels that give a log-sum-exp have no dropout on every device"
-            exchange = (split_over, self.cp.comm_type)
-            context = blockwise_attention(q, k, v, self.mask, attention_mask, *exchange, scale=self.scale)
+            scoring = Scoring(self.scale, self.config.attn_logit_softcapping)
+            context = blockwise_attention(q, k, v, self.mask, attention_mask, split_over, self.cp.comm_type, scoring)
         elif dropout == 0.0:
             context = self._sdpa(q, k, v, attention_mask, 0.0)
         else:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -94,6 +95,13 @@ def layer_spec(config: TransformerConfig) -> LayerSpec:
     Raises ValueError where it is not installed.
     """
     return LOCAL if config.transformer_impl == "local" else _transformer_engine()
+
+
+def output_norm(config: TransformerConfig, sequence_parallel: bool, device: torch.device | None) -> Norm | None:
+    """The norm behind the last projection of attention or MLP, where there is one."""
+    if config.norm_placement == "pre":
+        return None
+    return layer_spec(config).norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
 
 
 def _transformer_engine() -> LayerSpec:

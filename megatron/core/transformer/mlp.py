@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.module import MegatronModule, Normal
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.layer_spec import layer_spec, output_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,15 +27,16 @@ class MLP(MegatronModule):
         sequence_parallel: bool = False,
         device: torch.device | None = None,
         ffn_size: int | None = None,
-        normed: bool = False,
+        shared_expert: bool = False,
     ) -> None:
-        """`normed`: the input is normalized already."""
+        """A `shared_expert` has an input that is normalized already."""
         super().__init__()
         spec = layer_spec(config)
         ffn_size = ffn_size or config.ffn_size
         self.activation = ACTIVATIONS[config.activation]
         num_blocks = 2 if config.gated else 1
-        column = partial(spec.column, dtype=config.params_dtype) if normed else partial(spec.norm_column, config)
+        normed = not shared_expert and config.norm_placement != "post"
+        column = partial(spec.norm_column, config) if normed else partial(spec.column, dtype=config.params_dtype)
         self.linear_fc1 = column(
             config.hidden_size,
             num_blocks * ffn_size,
@@ -53,6 +54,7 @@ class MLP(MegatronModule):
             tp=tp,
             sequence_parallel=sequence_parallel,
             bias=config.add_bias_linear,
+            output_norm=None if shared_expert else output_norm(config, sequence_parallel, device),
             dtype=config.params_dtype,
             device=device,
         )
@@ -63,32 +65,40 @@ class MLP(MegatronModule):
         return self.linear_fc2(self.activation(inner))
 
 
-def _swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of `[..., gate; up]`."""
+def _gated(x: Tensor, name: str) -> Tensor:
+    """activation(gate) * up of `[..., gate; up]` (Shazeer 2020)."""
     if torch.compiler.is_compiling():
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-    return _SwiGLU.apply(x)
+        return _GATES[name][0](gate) * up
+    return _Gated.apply(x, name)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """Keeps the input alone, and writes both gradients into one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.name = name
         gate, up = x.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return _GATES[name][0](gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,), (activation, gradient) = ctx.saved_tensors, _GATES[ctx.name]
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, -1)
-        torch.mul(dy, F.silu(gate), out=dup)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
-        return dx
+        torch.mul(dy, activation(gate), out=dup)
+        gradient(dy * up, gate, grad_input=dgate)
+        return dx, None
+
+
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {  # the activation and its gradient
+    "swiglu": (F.silu, torch.ops.aten.silu_backward.grad_input),
+    "geglu": (_tanh_gelu, partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
+}
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -102,9 +112,10 @@ def _quick_geglu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": _swiglu,
-    "quick geglu": _quick_geglu,
-    "squared relu": _squared_relu,
-    "gelu (tanh)": partial(F.gelu, approximate="tanh"),
+    "swiglu": partial(_gated, name="swiglu"),
+    "geglu": partial(_gated, name="geglu"),
+    "quick_geglu": _quick_geglu,
+    "squared_relu": _squared_relu,
+    "gelu (tanh)": _tanh_gelu,
     "gelu (erf)": F.gelu,
 }

@@ -30,12 +30,25 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
         )
     if config.ffn_size < 1:
         yield f"--hidden-size {config.hidden_size} is too small for --swiglu without --ffn-hidden-size: give one"
-    activations = [name for name in ("swiglu", "quick_geglu", "squared_relu") if getattr(config, name)]
+    named = ("swiglu", "quick_geglu", "geglu", "squared_relu")
+    activations = [name for name in named if getattr(config, name)]
     if len(activations) > 1:
         yield f"{' and '.join('--' + name.replace('_', '-') for name in activations)} exclude each other"
     if config.bf16 and config.fp16:
         yield "--bf16 and --fp16 exclude each other"
     yield from _of_back_end(config)
+    yield from _of_windows(config)
+    yield from _of_norms(config)
+    cap = config.attn_logit_softcapping
+    if cap is not None and config.attention_dropout:
+        yield (
+            f"--attn-logit-softcapping {cap} with --attention-dropout {config.attention_dropout}: the kernel that caps "
+            "scores has no dropout. Give --attention-dropout 0"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "softmax_scale"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            yield f"--{name.replace('_', '-')} must be positive, got {value}"
     if config.recompute_granularity == "full" and (config.recompute_method is None or not config.recompute_num_layers):
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
@@ -48,6 +61,25 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
             f"--rope-type yarn: --rotary-scaling-factor {config.rotary_scaling_factor} and "
             f"--original-max-position-embeddings {config.original_max_position_embeddings} must be positive"
         )
+
+
+def _of_windows(config: TransformerConfig) -> Iterator[str]:
+    skip = config.window_attn_skip_freq
+    if isinstance(skip, list) and (len(skip) != config.num_layers or not set(skip) <= {0, 1}):
+        yield (f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers {config.num_layers}")
+    if isinstance(skip, int) and skip < 1:
+        yield f"--window-attn-skip-freq must be positive, got {skip}"
+    if config.window_size is None:
+        given = {"--window-attn-skip-freq": skip, "--rotary-base-local": config.rotary_base_local}
+        yield from (f"{name} {value} needs --window-size" for name, value in given.items() if value is not None)
+
+
+def _of_norms(config: TransformerConfig) -> Iterator[str]:
+    if config.norm_placement != "pre" and (config.has_experts or config.multi_latent_attention):
+        other = "--num-experts" if config.has_experts else "--multi-latent-attention"
+        yield f"--norm-placement {config.norm_placement} does not go with {other}: take pre"
+    if config.qk_layernorm_across_heads and (not config.qk_layernorm or config.normalization != "RMSNorm"):
+        yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
 
 
 def _of_latent_attention(config: TransformerConfig) -> Iterator[str]:
@@ -95,6 +127,11 @@ def _of_back_end(config: TransformerConfig) -> Iterator[str]:
         yield (
             "--fp8-param-gather needs --fp8-format, and --fp8-recipe delayed, tensorwise or blockwise: mxfp8 weights "
             "are two tensors, which a shard of the main parameters cannot fill"
+        )
+    if config.transformer_impl != "local" and config.attn_logit_softcapping is not None:
+        yield (
+            f"--attn-logit-softcapping {config.attn_logit_softcapping} needs --transformer-impl local: attention of "
+            "Transformer Engine does not cap scores"
         )
     if config.fp8_amax_history_len < 1:
         yield f"--fp8-amax-history-len must be positive, got {config.fp8_amax_history_len}"

@@ -37,8 +37,10 @@ class MultiLatentAttention(Attention):
         rng: TensorParallelRng,
         cp: ContextParallel = WHOLE_SEQUENCES,
         sequence_parallel: bool = False,
+        number: int = 0,
         device: torch.device | None = None,
     ) -> None:
+        """`number`: of the layer."""
         super().__init__()
         self.config, self.tp, self.cp, self.rng, self.sequence_parallel = config, tp, cp, rng, sequence_parallel
         heads, spec = config.num_attention_heads, layer_spec(config)
@@ -65,7 +67,8 @@ class MultiLatentAttention(Attention):
         # Rotation comes before an exchange of heads, so its positions are those of this rank with every --cp-comm-type.
         self.rotary = RotaryTables(config, cp.axis, self.rotated, interleaved=True)
         scale = yarn_mscale(config, config.mscale_all_dim) ** 2 / math.sqrt(config.qk_width)
-        self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp, scale=scale)
+        window = config.window_of(number)
+        self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp, scale=scale, window=window)
 
     def _up(self, inputs: int, outputs: int, device: torch.device | None, normed: bool) -> ColumnParallelLinear:
         config, spec = self.config, layer_spec(self.config)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.module import (
+    Constant,
+    Init,
+    MegatronModule,
+    ParamInfo,
+    make_parameter,
+    param_info,
+    set_param_info,
+)
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -28,6 +38,26 @@ class Norm(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.weight, self.bias)
+
+
+class NormAcrossHeads(Norm):
+    """RMSNorm over the elements of all heads, which are split over TP."""
+
+    def __init__(self, config: TransformerConfig, heads: int, tp: Axis, device: torch.device | None) -> None:
+        super().__init__(config, heads // tp.size * config.head_dim, partial_grad=False, device=device)
+        self.tp, self.size = tp, heads * config.head_dim
+        set_param_info(self.weight, replace(param_info(self.weight), tp_dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s, b, groups/tp, heads, d]`."""
+        wide, weight = x.float(), self.weight.float().view(x.shape[2:])
+        squares = reduce_from_tensor_parallel(wide.square().sum((2, 3, 4), keepdim=True), self.tp)
+        scale = torch.rsqrt(copy_to_tensor_parallel(squares, self.tp) / self.size + self.normalize.epsilon)
+        return (wide * scale * (weight + 1.0 if self.normalize.from_one else weight)).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        key = prefix + "weight"
+        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size)}
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

@@ -18,10 +18,16 @@ from megatron.core.transformer.context_parallel import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def rotary_frequencies(config: TransformerConfig, width: int) -> Tensor:
-    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]` fp32."""
+def rotary_frequencies(config: TransformerConfig, width: int, base: float | None = None) -> Tensor:
+    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]` fp32.
+
+    With a `base` these are unscaled.
+    """
     rotated = int(width * config.rotary_percent)
-    frequencies = 1.0 / config.rotary_base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    if base is not None:
+        return 1.0 / base**exponents
+    frequencies = 1.0 / config.rotary_base**exponents / config.rotary_stretch
     if config.rope_type == "yarn":
         return _yarn_scaled(frequencies, rotated, config)
     return _llama3_scaled(frequencies, config) if config.use_rope_scaling else frequencies
@@ -80,7 +86,8 @@ class Rotary(NamedTuple):
 class RotaryTables:
     """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device).
 
-    `width` is that of the heads that are rotated. `kernel` turns `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`.
+    `width` is that of the heads that are rotated; `base` replaces that of the model, and its scaling. `kernel` turns
+    `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`.
     """
 
     def __init__(
@@ -89,12 +96,13 @@ class RotaryTables:
         cp: Axis,
         width: int,
         interleaved: bool,
+        base: float | None = None,
         kernel: Callable[..., Tensor] | None = None,
     ) -> None:
         self._cp, self._kernel = cp, kernel
-        self._frequencies = rotary_frequencies(config, width)
+        self._frequencies = rotary_frequencies(config, width, base)
         self._interleaved = interleaved
-        yarn = config.rope_type == "yarn"
+        yarn = config.rope_type == "yarn" and base is None
         self._size = yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim) if yarn else 1.0
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 

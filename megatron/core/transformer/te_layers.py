@@ -118,7 +118,7 @@ class TECoreAttention(CoreAttention):
     def __init__(self, config: TransformerConfig, *, tp: Axis, rng: TensorParallelRng, **options: Any) -> None:
         super().__init__(config, tp=tp, rng=rng, **options)
         split_over, heads_over = self.cp.attention_axis, tp.size * self.cp.head_axis.size
-        self.window = config.window_size
+        self.window = self.mask.window
         self.module = te.DotProductAttention(
             config.num_attention_heads // heads_over,
             config.core_head_dim,
@@ -218,10 +218,18 @@ def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def te_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, tp: Axis, sequence_parallel: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    sequence_parallel: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """`linear_cross_entropy` with a kernel for the logits, which are there twice for a while."""
     logits = column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     padding = max(0, vocab_size - tp.rank * weight.shape[0])
     if padding < weight.shape[0]:
         logits[..., padding:] = torch.finfo(logits.dtype).min  # a rank may have nothing else: -inf would be NaN

@@ -53,8 +53,10 @@ class TransformerBlock(MegatronModule):
             )
             for number in layers
         ]
-        for layer in stack[1:]:
-            layer.self_attention.share_tables(stack[0].self_attention)
+        kinds: dict[object, TransformerLayer] = {}
+        for number, layer in zip(layers, stack, strict=True):
+            alike = kinds.setdefault(config.window_of(number), layer)
+            layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(stack)
         self.precision = self.spec.precision(config, stage, dict(zip(layers, stack, strict=True)))
         self.final_layernorm = (

@@ -19,7 +19,8 @@ _ROPE = {"has_rope": True}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _YARN = {"has_yarn": True}
 _LATENT, _NOT_LATENT = ({"multi_latent_attention": on} for on in (True, False))
-_GELU = {"swiglu": False, "quick_geglu": False, "squared_relu": False}
+_GELU = {"swiglu": False, "quick_geglu": False, "geglu": False, "squared_relu": False}
+_WINDOW = {"has_window": True}
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
 _DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
@@ -97,6 +98,12 @@ class TransformerConfig:
     """Fraction of each head that is rotated."""
     rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
     """Rotate elements 2i and 2i + 1 of a head together (GPT-J) in place of i and i + half."""
+    rotary_base_local: float | None = flag(None, decides="mathematics", when=_ROPE | _WINDOW)
+    """Base of the rotary frequencies, unscaled, in layers with a sliding window. Default: as in all layers."""
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
+    )
+    """Divide all rotary frequencies by this, for longer sequences (Chen et al. 2023)."""
     use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
     """Llama-3 frequency scaling with the four numbers below."""
     rope_scaling_factor: float = flag(8.0, decides="mathematics", when=_SCALED_ROPE)
@@ -138,12 +145,17 @@ class TransformerConfig:
     """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay treat better."""
     norm_impl: str = flag("torch", choices=("torch", "apex"))
     """What computes the norms of local layers: torch, or apex's fused kernels."""
+    norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
+    """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
+    (OLMo 2), or both (Gemma 2)."""
     norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", decides="mathematics")
     """Epsilon of the normalization."""
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
     quick_geglu: bool = flag(False, decides="shapes")
     """Gated MLP with x * sigmoid(1.702 x) in place of GELU."""
+    geglu: bool = flag(False, decides="shapes")
+    """Gated MLP with GELU, its tanh approximation, in place of GELU alone."""
     squared_relu: bool = flag(False, decides="mathematics")
     """The square of ReLU (So et al. 2021) in place of GELU."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu")
@@ -156,10 +168,24 @@ class TransformerConfig:
     """Keep the bias of the QKV projection even with --disable-bias-linear."""
     qk_layernorm: bool = flag(False, decides="shapes")
     """Normalize every query and key head."""
+    qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
+    """Normalize the queries, and the keys, of all heads together (OLMo 2), by RMSNorm."""
+    softmax_scale: float | None = flag(None, decides="mathematics", when=_NOT_LATENT, meaning="score_scale")
+    """Factor of the attention scores. Default: 1 / sqrt(width of a head)."""
+    attn_logit_softcapping: float | None = flag(None, decides="mathematics")
+    """Keep attention scores x within this: x becomes cap * tanh(x / cap)."""
+    final_logit_softcapping: float | None = flag(None, decides="mathematics")
+    """The same for the logits of the output layer."""
     window_size: tuple[int, int] | None = flag(None, decides="mathematics")
     """Sliding-window attention as LEFT,RIGHT: a token sees itself, LEFT tokens before it and RIGHT (0) after it."""
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, decides="mathematics", when=_WINDOW, meaning="window_pattern"
+    )
+    """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), as ([1]*5+[0])*4. Default: all have."""
     embedding_layernorm: bool = flag(False, decides="shapes")
     """Normalize the word embedding (BLOOM)."""
+    scale_embeddings: bool = flag(False, decides="mathematics")
+    """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer a matrix of its own."""
     num_experts: int | None = flag(None, decides="shapes", meaning="experts")
@@ -349,6 +375,18 @@ class TransformerConfig:
         return self.moe_ffn_hidden_size
 
     @property
+    def window_pattern(self) -> list[int]:
+        """A 1 for every layer with a sliding window, a 0 for every other."""
+        skip, layers = self.window_attn_skip_freq, range(1, self.num_layers + 1)
+        if isinstance(skip, list):
+            return list(skip)
+        return [int(self.window_size is not None and (skip is None or number % skip > 0)) for number in layers]
+
+    def window_of(self, number: int) -> tuple[int, int] | None:
+        """The sliding window of layer `number`."""
+        return self.window_size if self.window_pattern[number] else None
+
+    @property
     def load_balancing(self) -> dict[str, float]:
         """Coefficients of the losses that are on."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
@@ -373,6 +411,14 @@ class TransformerConfig:
     def core_head_dim(self) -> int:
         """Width of a head in the core of attention, where queries, keys and values have one width."""
         return max(self.qk_width, self.v_width)
+
+    @property
+    def rotary_stretch(self) -> float:
+        return self.rotary_seq_len_interpolation_factor or 1.0
+
+    @property
+    def score_scale(self) -> float:
+        return self.softmax_scale or self.head_dim**-0.5
 
     @property
     def query_groups(self) -> int:
@@ -400,12 +446,13 @@ class TransformerConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate, stacked with its other half in one matrix."""
-        return self.swiglu or self.quick_geglu
+        return self.swiglu or self.quick_geglu or self.geglu
 
     @property
     def activation(self) -> str:
         """What the MLP computes between its matrices."""
-        named = {"swiglu": self.swiglu, "quick geglu": self.quick_geglu, "squared relu": self.squared_relu}
+        gates = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "geglu": self.geglu}
+        named = gates | {"squared_relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
     @property
@@ -452,6 +499,7 @@ def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
         "has_rope": has_rope,
         # Megatron-LM's latent attention takes the scale of its scores from these numbers, whatever the frequencies.
         "has_yarn": latent or (has_rope and (values.get("rope_type") or default) == "yarn"),
+        "has_window": values.get("window_size") is not None,
         "has_experts": has_experts,
         "has_dense_layers": not has_experts or (0 in freq if isinstance(freq, list) else freq > 1),
         "has_groups": bool(values.get("moe_router_num_groups")),

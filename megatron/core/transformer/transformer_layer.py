@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One transformer layer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class TransformerLayer(MegatronModule):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one.
 
-    The norms belong to the projections that they feed; one that several share stands by itself: that of the router and
-    all experts, and that of what latent attention begins with. Keys on disk are the same.
+    The norms belong to the projections that they feed or follow (--norm-placement); one that several share stands by
+    itself: that of the router and all experts, and of what latent attention begins with. Keys on disk are the same.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TransformerLayer(MegatronModule):
         self.input_layernorm = self._norm(device) if config.multi_latent_attention else None
         attention = MultiLatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention: Attention = attention(
-            config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, device=device
+            config, tp=tp, rng=rng, cp=cp, sequence_parallel=sequence_parallel, number=number, device=device
         )
         self.pre_mlp_layernorm: Norm | None = None
         self.mlp: MoELayer | MLP

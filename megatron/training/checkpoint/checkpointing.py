@@ -40,9 +40,8 @@ from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.tensor_parallel import padded_vocab_size
 from megatron.training.checkpoint.args import make_namespace
-from megatron.training.checkpoint.fp8_state import fp8_state
+from megatron.training.checkpoint.objects import fp8_state, get_rng_state, megatron_rng_state, rng_key
 from megatron.training.checkpoint.retention import VALIDATION_LOSS
-from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
 

@@ -21,8 +21,7 @@ from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.checkpoint.args import check_same_model, stored_args
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
-from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.objects import fp8_state_to_load, restore_fp8_state, rng_key, set_rng_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.launch import seed_everything
@@ -51,14 +50,7 @@ def find_start(config: CheckpointConfig) -> Start | None:
         return None
     found, weights_only = answer
     hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
-    source: Source | None = None
-    error: ValueError | None = None
-    try:
-        source = open_found(found, hints)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert source is not None
+    source = coordination.together(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 
@@ -237,7 +229,7 @@ def _take_position(run: Run, training: TrainingState, fingerprint: str | None, w
 
 
 def _restore_generators(run: Run, state: dict[str, Any] | None) -> None:
-    """What does not fit (another layout, another kind of device, another program) is seeded anew, and so repeatable."""
+    """Restore what fits; the rest (other layout, device or program) is seeded again, so that the run is repeatable."""
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:

@@ -67,7 +67,7 @@ class CheckpointSaver:
             self._retention = Retention(self._policy, generation)
 
     def continue_from(self, loaded: Path) -> None:
-        """Checkpoints descend from `loaded`, if that lies in the directory that they are saved to."""
+        """Record `loaded` as the parent of the checkpoints to come, if it lies in the directory they are saved to."""
         if self._generation is not None and loaded.parent.resolve() == self._generation.root.resolve():
             self._start = read_lineage(loaded)
             self._parent = self._start.iteration
@@ -200,7 +200,7 @@ class CheckpointSaver:
             if self._must_succeed or report.superseded:
                 self.failure = message
             else:
-                logger.warning(f"{message}. Training continues; the checkpoint before it is still the newest")
+                logger.warning(f"{message}. Training continues; the previous checkpoint is still the newest")
         if together and self.failure is not None:
             self.stop()
 

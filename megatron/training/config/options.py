@@ -126,7 +126,7 @@ class PipelineLayoutConfig:
 
 @dataclass
 class LoggingConfig:
-    """What is reported, when, and where."""
+    """What is reported, and where."""
 
     log_interval: int = flag(100)
     """Iterations between lines in the log."""

@@ -9,10 +9,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models import ChunkPlace
+from megatron.core.module import MegatronModule
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
@@ -30,8 +32,7 @@ from megatron.training.config.options import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megatron.training.data.microbatches import BatchSchedule, rampup_steps, token_steps
-from megatron.training.data.samplers import DataLoaderConfig
+from megatron.training.data.samplers import BatchSchedule, DataLoaderConfig, rampup_steps, token_steps
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
 
@@ -114,6 +115,12 @@ class Config:
             self.pipeline_layout.account_for_loss_in_pipeline_split,
             self.pipeline_layout.pipeline_model_parallel_layout,
         )
+
+
+class ModelProvider(Protocol):
+    """Builds one pipeline chunk, not yet initialised."""
+
+    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
 
 
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type

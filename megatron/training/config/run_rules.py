@@ -1,4 +1,4 @@
-"""Which flags of a run go together: every rule yields what is wrong, with the values and the way out."""
+"""Which flags fit together. Every rule yields what is wrong: the values, the reason, and the way out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.pipeline_parallel import groups_fit
+from megatron.core.pipeline_parallel import check_group_size, groups_fit
 
 if TYPE_CHECKING:
     from megatron.training.config.run_config import Config
@@ -26,7 +26,7 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
     if training.train_iters is not None and training.train_samples is not None:
         yield f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
     if training.train_iters is None and training.train_samples is None:
-        yield "set --train-iters or --train-samples: how long the run is"
+        yield "set --train-iters or --train-samples, the length of the run"
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
@@ -141,12 +141,7 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.vpp_size == 1:
         return
     group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
-    if group_size < pp_size:
-        yield (
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
-            "the pipeline: the first stage would wait for the last one"
-        )
-        return
+    check_group_size(pp_size, group_size)
     counts = {size: size // batches.samples_per_microbatch for size in batches.sizes()}
     wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
     if wrong:

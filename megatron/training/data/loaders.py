@@ -98,8 +98,8 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
         return
     if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):
         logger.warning(
-            "the training data or its order is not that of the checkpoint: of the "
-            f"{run.state.consumed_train_samples} samples consumed so far, some may come again and others be left out"
+            "the training data or its order differs from the checkpoint's: some of the "
+            f"{run.state.consumed_train_samples} samples consumed so far may be repeated and others skipped"
         )
     run.train_data_fingerprint = train.fingerprint
 

@@ -1,4 +1,4 @@
-"""Which samples each replica gets, and the iterator that the training loop takes micro batches from.
+"""How large a global batch is, which samples each replica gets of it, and the iterator that training takes them from.
 
 The stream of samples is a function of consumed samples and seed alone. Micro batch m of an iteration takes the next
 micro_batch_size * DP samples of the stream, replica r the r-th part of them, so data-parallel size, micro batch and
@@ -7,30 +7,137 @@ global batch may change between runs without loss or repetition.
 
 from __future__ import annotations
 
-import atexit
+import bisect
 import functools
-import multiprocessing
-import os
-import signal
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from megatron.core.datasets import Dataset, Sample
+from megatron.core.datasets import Dataset
+from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
 
-Batch = dict[str, torch.Tensor]
+Step = tuple[int, int]  # (consumed samples, global batch size from there on)
 
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the training process, but sent to all
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch size and number of micro batches at any point of a run; nothing is counted here.
+
+    With `decrease_if_needed`, a global batch that is no multiple of micro batch x replicas is rounded down to one;
+    otherwise it is a ValueError when the schedule is made, for every size that the run passes through.
+    """
+
+    steps: tuple[Step, ...]  # in order; the first is at 0
+    micro_batch_size: int
+    data_parallel_size: int
+    decrease_if_needed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "micro_batch_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')} must be positive, got {getattr(self, name)}")
+        product = f"micro batch size {self.micro_batch_size} x data-parallel size {self.data_parallel_size}"
+        for _, size in self.steps:
+            if size < self.samples_per_microbatch:
+                raise ValueError(f"global batch size {size} is less than {product} = {self.samples_per_microbatch}")
+            if size % self.samples_per_microbatch and not self.decrease_if_needed:
+                raise ValueError(
+                    f"global batch size {size} is not a multiple of {product} = {self.samples_per_microbatch}: change "
+                    "one of them, or give --decrease-batch-size-if-needed"
+                )
+
+    @property
+    def global_batch_size(self) -> int:
+        """That of the end."""
+        return self.steps[-1][1]
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Samples that all replicas together take per micro batch."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches per replica at the end."""
+        return self.global_batch_size // self.samples_per_microbatch
+
+    def sizes(self) -> list[int]:
+        """Every global batch size that the run passes through."""
+        return [size - size % self.samples_per_microbatch for _, size in self.steps]
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Samples of the iteration that starts after `consumed_samples`."""
+        _, size = self.steps[bisect.bisect_right(self.steps, consumed_samples, key=itemgetter(0)) - 1]
+        return size - size % self.samples_per_microbatch
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Micro batches per replica of the iteration that starts after `consumed_samples`."""
+        return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch
+
+    def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
+        """Samples consumed when `iterations` more iterations are done."""
+        while iterations > 0 and consumed_samples < self.steps[-1][0]:
+            consumed_samples += self.global_batch_size_at(consumed_samples)
+            iterations -= 1
+        return consumed_samples + iterations * self.global_batch_size_at(consumed_samples)
+
+    def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
+        """Whole iterations from `consumed_samples` on until `samples` samples in all are used up."""
+        consumed, iterations = consumed_samples, 0
+        while consumed < self.steps[-1][0]:
+            if consumed + self.global_batch_size_at(consumed) > samples:
+                return iterations
+            consumed += self.global_batch_size_at(consumed)
+            iterations += 1
+        return iterations + max(0, samples - consumed) // self.global_batch_size_at(consumed)
+
+
+def rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[Step, ...]:
+    """--rampup-batch-size START INCREMENT SAMPLES: the global batch grows in equal steps over SAMPLES samples."""
+    flag = f"--rampup-batch-size {' '.join(map(str, rampup_batch_size))}"
+    if len(rampup_batch_size) != 3:
+        raise ValueError(f"{flag}: it takes START INCREMENT SAMPLES")
+    start, increment, samples = rampup_batch_size
+    if start < 1 or increment < 1 or samples < 0:
+        raise ValueError(f"{flag}: START and INCREMENT must be positive, SAMPLES not negative")
+    if start > global_batch_size:
+        raise ValueError(f"{flag}: START is larger than --global-batch-size {global_batch_size}")
+    count, rest = divmod(global_batch_size - start, increment)
+    if rest:
+        raise ValueError(
+            f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {global_batch_size}"
+        )
+    if samples == 0 or count == 0:
+        return ((0, global_batch_size),)
+    return tuple((-(-step * samples // count), start + step * increment) for step in range(count + 1))
+
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def token_steps(text: str, seq_length: int) -> tuple[Step, ...]:
+    """--step-batch-size-schedule, such as 0:384 1.5B:768, which counts in tokens; ValueError otherwise."""
+    steps = []
+    for entry in text.replace(",", " ").split():
+        match = re.fullmatch(r"([\d.]+)([KMBT]?):(\d+)", entry.upper())
+        if match is None:
+            raise ValueError(f"--step-batch-size-schedule: {entry!r} is not TOKENS:SIZE, such as 0:384 or 1.5B:768")
+        number, unit, size = match.groups()
+        steps.append((int(float(number) * _UNITS.get(unit, 1)) // seq_length, int(size)))
+    starts = [start for start, _ in steps]
+    if not steps or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"--step-batch-size-schedule {text}: the first step must begin at 0, every other after it")
+    return tuple(steps)
+
+
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -38,7 +145,7 @@ class DataLoaderConfig:
     """How samples reach the training loop. Field names are Megatron-LM's argument names."""
 
     dataloader_type: str = flag("single", choices=("single", "cyclic"))
-    """single: the samples of a data set once, in its order; cyclic: again and again, shuffled anew every time."""
+    """single: read a data set once, in its order; cyclic: read it repeatedly, reshuffled every time."""
     num_workers: int = flag(2)
     """Processes per rank and data set that read ahead; 0 reads in the training process."""
     seed: int = flag(1234)
@@ -87,28 +194,10 @@ def microbatches(
         start += step
 
 
-def collate(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """Arrays [micro batch, ...]. They stay numpy until they are in the training process: tensors of a worker travel
-    through /dev/shm, which containers keep small."""
+def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
+    """Arrays [micro batch, ...] of these samples."""
+    samples = [dataset[number] for number in numbers]
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-
-
-class _ErrorsAsSamples:
-    """A data set that returns its ValueErrors: raised in a worker, they would arrive wrapped in its traceback."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> Sample | ValueError:
-        try:
-            return self.dataset[index]
-        except ValueError as error:
-            return error
-
-
-def _collate(samples: list[Any]) -> dict[str, np.ndarray] | ValueError:
-    """A micro batch, or the first error of its samples."""
-    return next((sample for sample in samples if isinstance(sample, ValueError)), None) or collate(samples)
 
 
 class DataIterator:
@@ -132,89 +221,33 @@ class DataIterator:
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         cyclic = config.dataloader_type == "cyclic"
-        self._stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
-        self._end = None if cyclic else len(dataset)
+        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
         self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
-        self.num_workers = config.num_workers
-        self._stop: Event = multiprocessing.Event()
-        self._batches: Any = None  # the iterator of a DataLoader
-        # The interpreter terminates worker processes when it ends: they must know beforehand that this is intended.
-        atexit.register(weakref.finalize(self, self._stop.set))
+        numbers = microbatches(stream, None if cyclic else len(dataset), *self._place)
+        self._batches = OrderedWorkers(functools.partial(_read, dataset), numbers, config.num_workers)
 
     def __iter__(self) -> DataIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._start()
         try:
-            arrays = next(self._batches)
+            _, arrays = next(self._batches)
         except StopIteration:
             raise ValueError(self._exhausted()) from None
-        except BaseException:
-            self.close()
-            raise
-        if isinstance(arrays, ValueError):
-            self.close()
-            raise arrays
         batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
 
     def close(self) -> None:
         """End the worker processes."""
-        self._stop.set()
-        if self._batches is not None and self.num_workers > 0:
-            # Not left to the garbage collector, under which torch waits five seconds for each worker.
-            self._batches._shutdown_workers()
-        self._batches = None
-
-    def _start(self) -> Any:
-        self._stop.clear()
-        loader: DataLoader[Any] = DataLoader(
-            _ErrorsAsSamples(self.dataset),  # type: ignore[arg-type]  # has __getitem__, which is all that is used
-            batch_sampler=microbatches(self._stream, self._end, *self._place),  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            collate_fn=_collate,
-            worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
-            generator=torch.Generator(),  # it draws a seed, which must not come from training's generator
-        )
-        # Signals that come while workers start wait until `_ignore_signals_until` has set their handlers.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
-        try:
-            return iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._batches.close()
 
     def _exhausted(self) -> str:
         consumed_samples, micro_batch_size, _, dp_size = self._place
         return (
-            f"the data is used up: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
+            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
             f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
             "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )
-
-
-def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
-    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
-    end when the training process closes them, or is gone.
-
-    torch's worker loop ends then, too, but its process waits until its last batches have been read, and workers that
-    were started later hold the pipe open: with large batches, all of them would stay forever.
-    """
-
-    def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    def on_terminate(signum: int, frame: object) -> None:
-        if stop.is_set():
-            os._exit(0)
-
-    for number in WORKER_SIGNALS:
-        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)

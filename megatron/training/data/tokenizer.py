@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small interface, one class per --tokenizer-type."""
+"""Text to token ids and back: one value, made by one function per --tokenizer-type."""
 
 from __future__ import annotations
 
@@ -7,34 +7,11 @@ import binascii
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.utils import flag
-
-
-class Tokenizer(Protocol):
-    """`tokenize` adds no special tokens: documents are separated by `eod`, appended by tools/preprocess_data.py."""
-
-    @property
-    def vocab_size(self) -> int:
-        """All ids are below it."""
-
-    @property
-    def eod(self) -> int:
-        """The end-of-document token."""
-
-    @property
-    def pad(self) -> int | None:
-        """The padding token, if there is one."""
-
-    def tokenize(self, text: str) -> list[int]: ...
-
-    def detokenize(self, ids: Sequence[int]) -> str: ...
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its name, special or not; None: there is no such token."""
 
 
 @dataclass
@@ -82,6 +59,26 @@ class TokenizerConfig:
         return self.tokenizer_type or "GPT2BPETokenizer"
 
 
+@dataclass(frozen=True)
+class Tokenizer:
+    """`tokenize` adds no special tokens: documents are separated by `eod`, appended by tools/preprocess_data.py."""
+
+    vocab_size: int
+    """All ids are below it."""
+    eod: int
+    """The end-of-document token."""
+    pad: int | None
+    """The padding token, if there is one."""
+    tokenize: Callable[[str], list[int]]
+    detokenize: Callable[[Sequence[int]], str]
+    token_id: Callable[[str], int | None]
+    """The id of a token by its name, special or not; None: there is no such token."""
+    config: TokenizerConfig
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return build_tokenizer, (self.config,)  # another process reads the files itself
+
+
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the flags name; ValueError when a flag or a file is missing."""
     if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
@@ -89,156 +86,156 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return TOKENIZERS[config.kind](config)
 
 
-def _path(kind: str, flag_name: str, value: str | None) -> Path:
+def _path(config: TokenizerConfig, flag_name: str) -> Path:
+    value = getattr(config, flag_name.removeprefix("--").replace("-", "_"))
     if value is None:
-        raise ValueError(f"--tokenizer-type {kind} needs {flag_name}")
+        raise ValueError(f"--tokenizer-type {config.kind} needs {flag_name}")
     if not Path(value).exists():
         raise ValueError(f"{flag_name} {value}: no such file or directory")
     return Path(value)
 
 
-class NullTokenizer:
+def _null(config: TokenizerConfig) -> Tokenizer:
     """Text is decimal ids separated by spaces: `--vocab-size n` makes n + 1 tokens, the last of them EOD.
 
-    With `eod` there are n, and this is one of them.
+    With --null-tokenizer-eod-id there are n, and this is one of them.
     """
+    given, eod = config.vocab_size, config.null_tokenizer_eod_id
+    if given is None or given < 1:
+        raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {given}")
+    if eod is not None and not 0 <= eod < given:
+        raise ValueError(f"--null-tokenizer-eod-id {eod} is not one of the {given} tokens of --vocab-size")
+    vocab_size = given + 1 if eod is None else given
 
-    pad = None
-
-    def __init__(self, vocab_size: int | None, eod: int | None = None) -> None:
-        if vocab_size is None or vocab_size < 1:
-            raise ValueError(f"--tokenizer-type NullTokenizer needs a positive --vocab-size, got {vocab_size}")
-        if eod is not None and not 0 <= eod < vocab_size:
-            raise ValueError(f"--null-tokenizer-eod-id {eod} is not one of the {vocab_size} tokens of --vocab-size")
-        self.vocab_size = vocab_size + 1 if eod is None else vocab_size
-        self.eod = self.vocab_size - 1 if eod is None else eod
-
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
             raise ValueError(f"NullTokenizer reads decimal ids separated by spaces, not {text[:80]!r}") from None
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise ValueError(f"id {wrong} is not in 0..{self.vocab_size - 1}: raise --vocab-size")
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise ValueError(f"id {wrong} is not in 0..{vocab_size - 1}: raise --vocab-size")
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-    def token_id(self, token: str) -> int | None:
-        return int(token) if token.isdecimal() and int(token) < self.vocab_size else None
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece model as it is: no pieces are added to it, EOD is its end-of-sentence piece.
-
-    So has Megatron-LM it since 0.16; `LegacySentencePieceTokenizer` is what it had before.
-    """
-
-    def __init__(self, model_file: Path) -> None:
-        import sentencepiece  # here, so that runs with other tokenizers do not need it
-
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"--tokenizer-model {model_file} is not a SentencePiece model: {error}") from None
-        self.vocab_size: int = self._processor.vocab_size()
-        self.pad = None if self._processor.pad_id() < 0 else self._processor.pad_id()
-        self.eod: int = self._processor.eos_id()
-        if self.eod < 0:
-            raise ValueError(
-                f"--tokenizer-model {model_file} has no end-of-sentence piece, which separates documents: train it "
-                "with an eos_id (SentencePiece's default)"
-            )
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._processor.encode(text)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._processor.decode(list(ids))
-
-    def token_id(self, token: str) -> int | None:
-        found = self._processor.piece_to_id(token)
-        return found if self._processor.id_to_piece(found) == token else None  # any unknown piece has the id of <unk>
+    return Tokenizer(
+        vocab_size,
+        eod=vocab_size - 1 if eod is None else eod,
+        pad=None,
+        tokenize=tokenize,
+        detokenize=lambda ids: " ".join(map(str, ids)),
+        token_id=lambda token: int(token) if token.isdecimal() and int(token) < vocab_size else None,
+        config=config,
+    )
 
 
-class LegacySentencePieceTokenizer(SentencePieceTokenizer):
-    """Special tokens stand behind the pieces of the model, and text that contains them becomes them."""
+def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
+    """A SentencePiece model as it is, as in Megatron-LM since 0.16: no pieces are added to it, EOD is its
+    end-of-sentence piece. Of --legacy-tokenizer see `_with_special_pieces`."""
+    import sentencepiece  # here, so that runs with other tokenizers do not need it
 
-    def __init__(self, model_file: Path, special_tokens: Sequence[str]) -> None:
-        super().__init__(model_file)
-        self._special: dict[str, int] = {}
-        for token in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", *special_tokens):
-            known = super().token_id(token)
-            self._special[token] = self.vocab_size if known is None else known
-            self.vocab_size += known is None
-        self._names = {number: token for token, number in self._special.items()}
-        self._pattern = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))))
-        self.eod = self._special["<EOD>"]
+    path = _path(config, "--tokenizer-model")
+    legacy = config.legacy_tokenizer and config.kind == "SentencePieceTokenizer"
+    if config.special_tokens and not legacy:
+        raise ValueError(
+            f"--tokenizer-special-tokens {' '.join(config.special_tokens)}: nothing is added to a SentencePiece "
+            "model; train it with them, or give SentencePieceTokenizer and --legacy-tokenizer"
+        )
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from None
+    if pieces.eos_id() < 0:
+        raise ValueError(
+            f"--tokenizer-model {path} has no end-of-sentence piece, which separates documents: train it with an "
+            "eos_id (SentencePiece's default)"
+        )
 
-    def tokenize(self, text: str) -> list[int]:
+    def token_id(token: str) -> int | None:
+        found = pieces.piece_to_id(token)
+        return found if pieces.id_to_piece(found) == token else None  # any unknown piece has the id of <unk>
+
+    plain = Tokenizer(
+        pieces.vocab_size(),
+        eod=pieces.eos_id(),
+        pad=None if pieces.pad_id() < 0 else pieces.pad_id(),
+        tokenize=pieces.encode,
+        detokenize=lambda ids: pieces.decode(list(ids)),
+        token_id=token_id,
+        config=config,
+    )
+    if config.kind == "Llama2Tokenizer":  # every text begins with BOS
+        return replace(plain, tokenize=lambda text: [pieces.bos_id(), *pieces.encode(text)])
+    return _with_special_pieces(plain) if legacy else plain
+
+
+def _with_special_pieces(plain: Tokenizer) -> Tokenizer:
+    """--legacy-tokenizer: special tokens stand behind the pieces of the model, and text that contains them becomes
+    them."""
+    special: dict[str, int] = {}
+    vocab_size = plain.vocab_size
+    for token in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", *(plain.config.special_tokens or ())):
+        known = plain.token_id(token)
+        special[token] = vocab_size if known is None else known
+        vocab_size += known is None
+    names = {number: token for token, number in special.items()}
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+
+    def tokenize(text: str) -> list[int]:
         ids: list[int] = []
         start = 0
-        for match in self._pattern.finditer(text):
-            ids += [*super().tokenize(text[start : match.start()]), self._special[match[0]]]
+        for match in pattern.finditer(text):
+            ids += [*plain.tokenize(text[start : match.start()]), special[match[0]]]
             start = match.end()
-        return ids + super().tokenize(text[start:])
+        return ids + plain.tokenize(text[start:])
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    def detokenize(ids: Sequence[int]) -> str:
         """Special tokens have a space on either side, as Megatron-LM writes them."""
         parts: list[str] = []
-        plain: list[int] = []
+        run: list[int] = []
         for number in ids:
-            if number in self._names:
-                parts += [super().detokenize(plain), f" {self._names[number]} "]
-                plain = []
+            if number in names:
+                parts += [plain.detokenize(run), f" {names[number]} "]
+                run = []
             else:
-                plain.append(number)
-        return "".join([*parts, super().detokenize(plain)])
+                run.append(number)
+        return "".join([*parts, plain.detokenize(run)])
 
-    def token_id(self, token: str) -> int | None:
-        return self._special[token] if token in self._special else super().token_id(token)
-
-
-class Llama2Tokenizer(SentencePieceTokenizer):
-    """Llama 2's SentencePiece model: every text begins with its BOS piece."""
-
-    def tokenize(self, text: str) -> list[int]:
-        return [self._processor.bos_id(), *super().tokenize(text)]
+    return replace(
+        plain,
+        vocab_size=vocab_size,
+        eod=special["<EOD>"],
+        tokenize=tokenize,
+        detokenize=detokenize,
+        token_id=lambda token: special[token] if token in special else plain.token_id(token),
+    )
 
 
 # What published tokenizers call the token that ends a document; a tokenizer.json alone does not say.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]")
 
 
-class HuggingFaceTokenizer:
+def _huggingface(config: TokenizerConfig) -> Tokenizer:
     """A tokenizer of `transformers`: a directory, a tokenizer.json, or a name on the hub. EOD is its EOS token."""
-
-    def __init__(self, path: str | None, trust_remote_code: bool = False, special_tokens: Sequence[str] = ()) -> None:
-        if path is None:
-            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
-        self._tokenizer = _load_huggingface(path, trust_remote_code)
-        self._tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
-        self._tokenizer.add_tokens(list(special_tokens), special_tokens=True)
-        ids = self._tokenizer.get_vocab().values()
-        self.vocab_size: int = max(len(self._tokenizer), max(ids, default=-1) + 1)
-        self.pad: int | None = self._tokenizer.pad_token_id
-        if self._tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"--tokenizer-model {path} has no EOS token, which separates documents: set eos_token in its "
-                "tokenizer_config.json"
-            )
-        self.eod: int = self._tokenizer.eos_token_id
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.get_vocab().get(token)
+    if config.tokenizer_model is None:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
+    tokenizer = _load_huggingface(config.tokenizer_model, config.trust_remote_code)
+    tokenizer.model_max_length = 10**30  # documents may be longer than a model's context: no warning
+    tokenizer.add_tokens(config.special_tokens or [], special_tokens=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"--tokenizer-model {config.tokenizer_model} has no EOS token, which separates documents: set eos_token in "
+            "its tokenizer_config.json"
+        )
+    ids = tokenizer.get_vocab().values()
+    return Tokenizer(
+        max(len(tokenizer), max(ids, default=-1) + 1),
+        eod=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        tokenize=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        detokenize=lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False),
+        token_id=tokenizer.get_vocab().get,
+        config=config,
+    )
 
 
 def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
@@ -270,37 +267,34 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-class GPT2BPETokenizer:
+END_OF_TEXT = "<|endoftext|>"
+
+
+def _gpt2(config: TokenizerConfig) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019). EOD is `<|endoftext|>`, which text itself can never produce."""
+    from tokenizers import Tokenizer as Pipeline
+    from tokenizers import decoders, models, pre_tokenizers
 
-    END_OF_TEXT = "<|endoftext|>"
-    pad = None
-
-    def __init__(self, vocab_file: Path, merge_file: Path, special_tokens: Sequence[str] = ()) -> None:
-        from tokenizers import Tokenizer as Pipeline
-        from tokenizers import decoders, models, pre_tokenizers
-
-        try:
-            vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
-            self._pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {error}") from None
-        self._pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._pipeline.decoder = decoders.ByteLevel()
-        if self.END_OF_TEXT not in vocab:
-            raise ValueError(f"--vocab-file {vocab_file} has no {self.END_OF_TEXT}, which separates documents")
-        self.eod: int = vocab[self.END_OF_TEXT]
-        self._pipeline.add_special_tokens([token for token in special_tokens if token not in vocab])
-        self.vocab_size: int = max(self._pipeline.get_vocab().values()) + 1
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._pipeline.encode(text, add_special_tokens=False).ids
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._pipeline.decode(list(ids), skip_special_tokens=False)
-
-    def token_id(self, token: str) -> int | None:
-        return self._pipeline.token_to_id(token)
+    vocab_file, merge_file = _path(config, "--vocab-file"), _path(config, "--merge-file")
+    try:
+        vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
+        pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {error}") from None
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pipeline.decoder = decoders.ByteLevel()
+    if END_OF_TEXT not in vocab:
+        raise ValueError(f"--vocab-file {vocab_file} has no {END_OF_TEXT}, which separates documents")
+    pipeline.add_special_tokens([token for token in config.special_tokens or () if token not in vocab])
+    return Tokenizer(
+        max(pipeline.get_vocab().values()) + 1,
+        eod=vocab[END_OF_TEXT],
+        pad=None,
+        tokenize=lambda text: pipeline.encode(text, add_special_tokens=False).ids,
+        detokenize=lambda ids: pipeline.decode(list(ids), skip_special_tokens=False),
+        token_id=pipeline.token_to_id,
+        config=config,
+    )
 
 
 # How text is cut into words before its bytes are merged. v1 and v2 are Megatron-LM's, the third is Llama 3's.
@@ -317,45 +311,40 @@ TIKTOKEN_VOCAB_SIZE = 2**17
 _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
 
 
-class TikTokenizer:
+def _tiktoken(
+    config: TokenizerConfig, ranks: dict[bytes, int], special: dict[str, int], pattern: str, eod: str
+) -> Tokenizer:
     """Byte-level BPE by the package tiktoken: bytes with their ranks, and special tokens, which text never becomes."""
-
-    def __init__(
-        self, ranks: dict[bytes, int], special: dict[str, int], pattern: str, eod: str, pad: str | None
-    ) -> None:
-        self._special = special
-        self._encoding = _import_tiktoken().Encoding(
-            "tokenizer", pat_str=TIKTOKEN_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
-        )
-        self.vocab_size: int = self._encoding.n_vocab
-        self.eod, self.pad = special[eod], None if pad is None else special.get(pad)
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode(list(ids))
-
-    def token_id(self, token: str) -> int | None:
-        try:
-            return self._encoding.encode_single_token(token)
-        except KeyError:
-            return None
-
-
-def _import_tiktoken() -> Any:
     try:
         import tiktoken  # here, so that runs with other tokenizers do not need it
     except ImportError:
         raise ValueError(
             "--tokenizer-type TikTokenizer and Llama3Tokenizer need the package tiktoken: pip install 'tiktoken<1'"
         ) from None
-    return tiktoken
+    encoding = tiktoken.Encoding(
+        "tokenizer", pat_str=TIKTOKEN_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
+    )
+
+    def token_id(token: str) -> int | None:
+        try:
+            return encoding.encode_single_token(token)
+        except KeyError:
+            return None
+
+    return Tokenizer(
+        encoding.n_vocab,
+        eod=special[eod],
+        pad=special.get("<pad>"),
+        tokenize=encoding.encode_ordinary,
+        detokenize=lambda ids: encoding.decode(list(ids)),
+        token_id=token_id,
+        config=config,
+    )
 
 
 def _megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
     """Megatron-LM's form: special tokens first, then the ranks of a JSON list up to the size of the vocabulary."""
-    path, first = _path(config.kind, "--tokenizer-model", config.tokenizer_model), config.tiktoken_num_special_tokens
+    path, first = _path(config, "--tokenizer-model"), config.tiktoken_num_special_tokens
     special = list(TIKTOKEN_SPECIAL if config.special_tokens is None else config.special_tokens)
     size = config.vocab_size or TIKTOKEN_VOCAB_SIZE
     lacking = [token for token in TIKTOKEN_SPECIAL[:3] if token not in special]
@@ -380,12 +369,12 @@ def _megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
         )
     special += [f"<SPECIAL_{number}>" for number in range(len(special), first)]
     numbered = {token: number for number, token in enumerate(special)}
-    return TikTokenizer(ranks, numbered, config.tiktoken_pattern or "v2", "</s>", "<pad>")
+    return _tiktoken(config, ranks, numbered, config.tiktoken_pattern or "v2", "</s>")
 
 
 def _llama3(config: TokenizerConfig) -> Tokenizer:
     """Meta's file, a line `base64 rank` for each token, and 256 special tokens behind them."""
-    path = _path(config.kind, "--tokenizer-model", config.tokenizer_model)
+    path = _path(config, "--tokenizer-model")
     if path.is_dir() or path.suffix == ".json":  # as Hugging Face has it
         return _huggingface(config)
     try:
@@ -398,43 +387,18 @@ def _llama3(config: TokenizerConfig) -> Tokenizer:
     reserved = iter(range(256))
     names = [_LLAMA3_NAMED.get(place) or f"reserved_special_token_{next(reserved)}" for place in range(256)]
     special = {f"<|{name}|>": len(ranks) + place for place, name in enumerate(names)}
-    return TikTokenizer(ranks, special, "llama3", "<|end_of_text|>", None)
-
-
-def _sentencepiece(of: type[SentencePieceTokenizer]) -> Callable[[TokenizerConfig], Tokenizer]:
-    def build(config: TokenizerConfig) -> Tokenizer:
-        path = _path(config.kind, "--tokenizer-model", config.tokenizer_model)
-        if config.legacy_tokenizer and config.kind == "SentencePieceTokenizer":
-            return LegacySentencePieceTokenizer(path, config.special_tokens or ())
-        if config.special_tokens:
-            raise ValueError(
-                f"--tokenizer-special-tokens {' '.join(config.special_tokens)}: nothing is added to a SentencePiece "
-                "model; train it with them, or give SentencePieceTokenizer and --legacy-tokenizer"
-            )
-        return of(path)
-
-    return build
-
-
-def _huggingface(config: TokenizerConfig) -> Tokenizer:
-    return HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code, config.special_tokens or ())
-
-
-def _gpt2(config: TokenizerConfig) -> Tokenizer:
-    vocab_file = _path(config.kind, "--vocab-file", config.vocab_file)
-    merge_file = _path(config.kind, "--merge-file", config.merge_file)
-    return GPT2BPETokenizer(vocab_file, merge_file, config.special_tokens or ())
+    return _tiktoken(config, ranks, special, "llama3", "<|end_of_text|>")
 
 
 TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
-    "GPTSentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
-    "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "Llama2Tokenizer": _sentencepiece,
     "Llama3Tokenizer": _llama3,
     "HuggingFaceTokenizer": _huggingface,
     "PretrainedFromHF": _huggingface,  # in DeepSpeed's forks
     "TokenizerFromFile": _huggingface,  # in BigCode's fork
     "GPT2BPETokenizer": _gpt2,
     "TikTokenizer": _megatron_tiktoken,
-    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id),
+    "NullTokenizer": _null,
 }

@@ -6,6 +6,7 @@ Losses stay on the device until a line is due, so that no iteration waits for th
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe.balancing import LOAD, measured
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.options import LoggingConfig
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,27 @@ class Interval:
         """Over the iterations that were not skipped (over all, if all were)."""
         losses = [it.lm_loss for it in self.iterations if not it.skipped] or [it.lm_loss for it in self.iterations]
         return sum(losses) / len(losses)
+
+    def as_fields(self) -> dict[str, Any]:
+        """The numbers of a line of the log by name; times in seconds."""
+        last = self.last
+        return {
+            "iteration": last.iteration,
+            "iterations": len(self.iterations),
+            "consumed_samples": last.consumed_train_samples,
+            "batch_size": last.batch_size,
+            "lm_loss": self.mean_loss,
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "loss_scale": last.loss_scale,
+            "num_zeros": last.num_zeros_in_grad,
+            "params_norm": last.params_norm,
+            "skipped": self.num_skipped,
+            "nan": self.num_nan,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_gpu": self.tflops_per_device,
+        }
 
 
 class Writer(Protocol):
@@ -194,28 +217,6 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[flo
     return [numerator / denominator if denominator else math.nan for numerator, denominator in pairs.tolist()]
 
 
-def as_fields(interval: Interval) -> dict[str, Any]:
-    """The numbers of a line of the log by name; times in seconds."""
-    last = interval.last
-    return {
-        "iteration": last.iteration,
-        "iterations": len(interval.iterations),
-        "consumed_samples": last.consumed_train_samples,
-        "batch_size": last.batch_size,
-        "lm_loss": interval.mean_loss,
-        "grad_norm": last.grad_norm,
-        "learning_rate": last.learning_rate,
-        "loss_scale": last.loss_scale,
-        "num_zeros": last.num_zeros_in_grad,
-        "params_norm": last.params_norm,
-        "skipped": interval.num_skipped,
-        "nan": interval.num_nan,
-        "seconds": interval.seconds,
-        "tokens_per_second": interval.tokens_per_second,
-        "tflops_per_gpu": interval.tflops_per_device,
-    }
-
-
 def log_line(interval: Interval, train_iters: int) -> str:
     """One line in the manner of Megatron-LM."""
     last, tflops = interval.last, interval.tflops_per_device
@@ -259,3 +260,84 @@ def points(iteration: Iteration) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
+    """The writers that `config` asks for; for rank 0."""
+    writers: list[Writer] = []
+    if config.tensorboard_dir is not None:
+        writers.append(TensorBoardWriter(config, args))
+    if config.wandb_project is not None:
+        writers.append(WandbWriter(config, save, args))
+    return writers
+
+
+class TensorBoardWriter:
+    """Scalars under Megatron-LM's names, over iterations and (`... vs samples`) over consumed samples."""
+
+    def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it takes half a second to import
+
+        self._every = config.tensorboard_log_interval
+        self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        for name, value in args.items():
+            self._writer.add_text(name, str(value))
+
+    def interval(self, interval: Interval) -> None:
+        for iteration in interval.iterations:
+            if iteration.iteration % self._every == 0:
+                self.scalars(points(iteration), iteration.iteration, iteration.consumed_train_samples)
+        last = interval.last
+        self.scalars({"world-size": interval.world_size}, last.iteration, last.consumed_train_samples)
+        self.scalars(rates(interval), last.iteration)
+        self._writer.flush()
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """The same scalars to a project of Weights & Biases."""
+
+    def __init__(self, config: LoggingConfig, save: str | None, args: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb-project needs the package wandb: pip install wandb") from None
+        directory = config.wandb_save_dir or os.path.join(save or ".", "wandb")
+        os.makedirs(directory, exist_ok=True)
+        self._every = config.tensorboard_log_interval
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=directory,
+            config=args,
+        )
+
+    def interval(self, interval: Interval) -> None:
+        for iteration in interval.iterations:
+            last = iteration is interval.last
+            if last or iteration.iteration % self._every == 0:
+                self.scalars(points(iteration) | (rates(interval) if last else {}), iteration.iteration)
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._run.log(values, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def rates(interval: Interval) -> dict[str, float]:
+    """The speed of an interval."""
+    return {
+        "iteration-time": interval.seconds_per_iteration,
+        "throughput": interval.tflops_per_device,
+        "tokens-per-second": interval.tokens_per_second,
+    }

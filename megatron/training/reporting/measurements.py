@@ -1,20 +1,31 @@
-"""What is measured besides the loss: memory in use, the norm of the parameters; and how numbers reach the host."""
+"""What is measured besides the loss: memory in use, the norm of the parameters, timers of the phases of an iteration,
+and traces (`--profile`); and how numbers reach the host."""
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import param_info
 from megatron.core.optimizer import counts_for_model
 from megatron.core.parallel_state import ParallelState
+from megatron.training.config.options import ProfilingConfig
+from megatron.training.reporting.console import EVERY_RANK
+
+logger = logging.getLogger(__name__)
 
 _STATM = Path("/proc/self/statm")  # Linux
 
@@ -89,3 +100,129 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+
+class Timers:
+    """Accumulates seconds per name; a timer above `level` costs nothing.
+
+    On CUDA an active timer synchronizes the device at both ends, so level 0 keeps the device running ahead of Python.
+    While `traced`, the blocks of all levels are ranges in the profiler's trace.
+    """
+
+    def __init__(self, level: int, option: str, device: torch.device) -> None:
+        self.level = level
+        self._option = option
+        self._device = device
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.traced = False
+
+    @contextmanager
+    def __call__(self, name: str, level: int = 1) -> Iterator[None]:
+        """Time the block under `name`."""
+        with torch.profiler.record_function(name) if self.traced else nullcontext():
+            if level > self.level:
+                yield
+                return
+            start = self._now()  # waits for the device: kernels are asynchronous
+            yield
+            self._seconds[name] += self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def take(self) -> dict[str, list[float]]:
+        """Seconds of every rank by name since the last call, and start again. Collective if the level is above 0."""
+        if self.level == 0:
+            return {}
+        gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, dict(self._seconds))
+        self._seconds.clear()
+        names = list(dict.fromkeys(name for seconds in gathered for name in seconds))
+        return {name: [seconds.get(name, 0.0) for seconds in gathered] for name in names}
+
+    def report(self, taken: dict[str, list[float]], iterations: int) -> str:
+        """The lines of the log for what `take` gave, in milliseconds per iteration."""
+        if not taken:
+            return ""
+        lines = [f"{TITLES[self._option]} (ms):"]
+        for name, seconds in taken.items():
+            values = [1000 * s / iterations for s in seconds]
+            lines.append(f"    {name + ' ':.<46}: {_FORMATS[self._option](values)}")
+        return "\n".join(lines)
+
+
+TITLES = {"max": "max time across ranks", "minmax": "(min, max) time across ranks", "all": "times across ranks"}
+_FORMATS = {
+    "max": lambda values: f"{max(values):.2f}",
+    "minmax": lambda values: f"({min(values):.2f}, {max(values):.2f})",
+    "all": lambda values: "  ".join(f"rank {rank}: {value:.2f}" for rank, value in enumerate(values)),
+}
+
+
+class StepProfiler:
+    """Sequence of calls: `before` every iteration, on any rank; leaving the context ends a trace that is still open.
+
+    The phases of an iteration are ranges of the trace, under the names of the timers.
+    """
+
+    def __init__(self, config: ProfilingConfig, tensorboard_dir: str | None, rank: int, timers: Timers) -> None:
+        self._config, self._rank, self._timers = config, rank, timers
+        self._directory = Path(config.profile_dir or tensorboard_dir or "profile")
+        self._wanted = config.profile and rank in (config.profile_ranks or [0])
+        self._profiler: profile | None = None
+        self._first = self._last = 0
+        if self._wanted:
+            _make_writable(self._directory)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def before(self, iteration: int) -> None:
+        """Begin or end the trace where `iteration` is the first that is in it or no longer in it."""
+        if self._profiler is not None and iteration >= self._config.profile_step_end:
+            self._finish(iteration - 1)
+        if self._wanted and self._config.profile_step_start <= iteration < self._config.profile_step_end:
+            self._start(iteration)
+        self._last = iteration
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._profiler is not None:
+            self._finish(self._last)
+        elif self._wanted and kind is None:
+            window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
+            logger.warning(f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK)
+
+    def _start(self, iteration: int) -> None:
+        self._wanted, self._first = False, iteration
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+        self._timers.traced = True
+
+    def _finish(self, last: int) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        self._timers.traced = False
+        name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
+        trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
+        self._profiler.export_chrome_trace(str(trace))
+        where = "device" if torch.cuda.is_available() else "cpu"
+        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
+        (self._directory / f"{name}.txt").write_text(table)
+        logger.info(f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", extra=EVERY_RANK)
+        self._profiler = None
+
+
+def _make_writable(directory: Path) -> None:
+    """ValueError before training if no trace could be written there after it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--profile: no traces in {directory}: {reason}; give another --profile-dir") from None

@@ -19,7 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.reporting.logging import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,17 @@ class RunRecord:
             if not self._warned:
                 logger.warning(f"the record of this run has gaps: {self._path}: {error}")
             self._warned = True
+
+    # As a writer of measurements (`logging.Writer`):
+
+    def interval(self, interval: Interval) -> None:
+        self.write("interval", **interval.as_fields())
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self.write("point", iteration=iteration, values=values)
+
+    def close(self) -> None:
+        """Nothing to do: lines are written as they come."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a run is: printed before its first iteration, and recorded from its first line to its end."""
+"""The summary of a run, printed before its first iteration and recorded, and the record of how it ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +17,19 @@ import torch
 from megatron import __version__
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
-from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY
 from megatron.core.utils import size_text
-from megatron.planning.empty_model import RunShape
-from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
-from megatron.training.config.run_config import Config, parse_args, replica_size
+from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
+from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.reporting import console
-from megatron.training.reporting.logging import Writer
+from megatron.training.reporting.logging import Writer, make_writers
 from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite
-from megatron.training.reporting.writers import RecordWriter, make_writers
-from megatron.training.run import ModelProvider, Run
+from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
-
-
-def run_shape(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunShape:
-    """What planning needs to know of a run; `config.model.vocab_size` must be known.
-
-    It is planned with the local layers: shapes are the same, and no other back end need be installed.
-    """
-    config = replace(config, model=replace(config.model, **COMPUTED_LOCALLY))
-    batches = config.batch_schedule(config.parallel.dp_size(world_size))
-    return RunShape(
-        model=config.model,
-        parallel=config.parallel,
-        ddp=config.ddp,
-        optimizer=config.optimizer,
-        layer_ranges=config.layer_ranges(),
-        build_chunk=partial(model_provider, config),
-        seq_length=config.data.seq_length,
-        micro_batch_size=config.training.micro_batch_size,
-        num_microbatches=batches.global_batch_size // batches.samples_per_microbatch,
-        vocab_divisor=config.tokenizer.make_vocab_size_divisible_by,
-        data_mask=config.data.reset_attention_mask,
-        saves_optimizer=not config.checkpoint.no_save_optim,
-        device_type=device_type,
-    )
 
 
 def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = "") -> dict[str, str]:
@@ -107,19 +78,19 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
     config = parse_args(argv, world_size)
     set_planned_vocab_size(config)
-    return plan_page(config, world_size, plan_run(run_shape(config, world_size, model_provider), world_size))
+    return plan_page(config, world_size, plan_run(config, world_size, model_provider))
 
 
 @contextmanager
 def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
-    """Say what the run is, give rank 0 `writers` and those of the flags during the block, record how it ended."""
+    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how the run ended."""
     if run.ps.rank > 0:
         yield
         return
     config, flags = run.config, run.config.flags()
     start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
     world_size = run.ps.world_size
-    plan = plan_run(run_shape(config, world_size, model_provider, run.device.type), world_size)
+    plan = plan_run(config, world_size, model_provider, run.device.type)
     topics = summarize(config, world_size, plan, f"{_device(run.device)} on every rank", start)
     console.report(as_lines(topics), event="start", **topics)
     if config.logging.print_args:
@@ -132,9 +103,9 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     run.writers = [*writers, *make_writers(config.logging, directory, flags)]
     record = None if directory is None else RunRecord(directory)
     if record is not None:
-        run.writers.append(RecordWriter(record))
+        run.writers.append(record)
         _record_start(run, record, topics)
-    ended: dict[str, Any] = {"reason": "it was ended", "failed": True}
+    ended: dict[str, Any] = {"reason": "stopped", "failed": True}
     try:
         yield
         ended = {"reason": run.exit_reason or "complete", "failed": False}

@@ -67,10 +67,13 @@ def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
     assert all(torch.equal(read_whole(result, key), source.values[key]) for key in result.tensors)
 
 
+# Layer-wise optimizers are dist_muon in Megatron-LM 0.16, and muon with --use-layer-wise-distributed-optimizer in 0.19.
+@pytest.mark.parametrize("optimizer", ["lion", "soap", "muon", "dist_muon"])
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
-def test_optimizers_that_are_not_ours_are_refused_by_name(tmp_path: Path, form: str) -> None:
-    write(random_source(LLAMA_ARGS | {"optimizer": "lion", "use_distributed_optimizer": False}), form, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="the optimizer is lion, .* is not supported: leave it out"):
+def test_optimizers_that_are_not_ours_are_refused_by_name(tmp_path: Path, form: str, optimizer: str) -> None:
+    args = {"optimizer": optimizer, "use_distributed_optimizer": False}
+    write(random_source(LLAMA_ARGS | args), form, tmp_path / "run")
+    with pytest.raises(CheckpointError, match=f"the optimizer is {optimizer}, .* is not supported: leave it out"):
         open_checkpoint(tmp_path / "run")
     assert not any(
         key.startswith("optimizer.") for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors

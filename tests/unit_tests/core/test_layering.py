@@ -19,7 +19,7 @@ LAYERS = [
     {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},
     {"megatron.core.transformer", "megatron.core.distributed"},
     {"megatron.core.models", "megatron.core.optimizer"},
-    {"megatron.conversion", "megatron.planning"},
+    {"megatron.conversion"},
     {"megatron.training"},
 ]
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -1,6 +1,7 @@
 """Object storage as paths and requests, against a real server over HTTP."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_a_path_is_a_value():
     assert below.parent.parent == path and below.name == ".metadata" and below.bucket == "s3://bucket"
     assert pickle.loads(pickle.dumps(below)) == below and {path: 1}[path_of("s3://bucket/run/")] == 1
     assert path_of("a/b").name == "b" and not isinstance(path_of("a/b"), ObjectPath)
+    assert below.is_relative_to(path) and not below.is_relative_to(Path("/home")) and Path("/home") not in below.parents
 
 
 @pytest.mark.parametrize("name", ["http://bucket/run", "s3://", "s3:///"])

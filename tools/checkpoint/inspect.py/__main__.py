@@ -17,16 +17,15 @@ the programs beside it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,13 +38,13 @@ from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_lo
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError, Reader, verify
 from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.format.checksums import find_checksums
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.dist_checkpointing.verification import digest_of, total_bytes, write_integrity
 from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
 from megatron.core.utils import size_text
-from megatron.planning.pictures import shares_picture
+from megatron.training.planning.pictures import shares_picture
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -58,8 +57,7 @@ LAYOUT_ARGS = {
 }
 
 
-@dataclass
-class View:
+class View(NamedTuple):
     """Named tensors of a checkpoint, whatever its format."""
 
     path: Path
@@ -67,7 +65,7 @@ class View:
     tensors: Mapping[str, TensorInfo]
     read: Callable[[str, Shape, Shape], torch.Tensor]
 
-    def slices(self, key: str) -> Any:
+    def slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
         """(offset, rows) of a tensor in turn."""
         info = self.tensors[key]
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, SLICE):
@@ -77,14 +75,15 @@ class View:
 def open_view(root: Path, step: int | None) -> View:
     """In model space if the files say which model it is, so that formats can be compared; else keys as stored."""
     path, kind, _ = require_checkpoint(root, step)
-    if kind != "torch_dist":
+    try:
         source = open_checkpoint(path, kind)
-        return View(path, kind, source.tensors, source.read)
-    with contextlib.suppress(ValueError):  # a checkpoint of something else than our models
-        source = open_checkpoint(path, kind)
-        if not source.unused:
-            return View(path, kind, source.tensors, source.read)
-    return stored_view(path)
+    except ValueError:  # a checkpoint of something else than our models
+        if kind != "torch_dist":
+            raise
+        return stored_view(path)
+    if kind == "torch_dist" and source.unused:
+        return stored_view(path)
+    return View(path, kind, source.tensors, source.read)
 
 
 def stored_view(path: Path) -> View:
@@ -163,7 +162,7 @@ def _torch_dist_facts(path: Path) -> dict[str, Any]:
         **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
         "objects": sorted(reader.metadata.objects),
         "files": files,
-        "checksums": find_checksums(path) is not None,
+        "checksums": (path / CHECKSUMS).exists(),
         "chunks": {key: len(stored.chunks) for key, stored in reader.metadata.tensors.items()},
     }
 

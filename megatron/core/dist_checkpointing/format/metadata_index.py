@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -34,39 +35,19 @@ from megatron.core.dist_checkpointing.format.metadata import (
     check_inside,
     decode_dcp,
 )
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    MAX_RANK,
-    SHAPE,
-    Check,
-    CheckpointError,
-    file_name,
-    mapping,
-    one_of,
-    parse_json,
-    record,
-    sequence,
-    shown,
-)
-from megatron.core.dist_checkpointing.format.schema import key as key_name
 
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
 FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
-
 MAGIC = b"MGTNIDX1"
 
 # What entries name again and again stands at the beginning of the pickle and has the numbers 0, 1, ... in its memo.
 _NUM_CLASSES = 5
-
 _NAMES = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size", "chunks")
-
 _SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
-
 _NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
 
 INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
-
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
 
 
@@ -324,7 +305,7 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     position, length, digest, _ = FOOTER.unpack(footer)
     content = read(position, length) if position + length <= size else b""
     if xxhash.xxh3_64_intdigest(content) != digest:
-        raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
+        raise schema.CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
     return _Index(read, content, size, where).metadata()
 
 
@@ -333,9 +314,9 @@ def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
     return open_metadata(lambda position, length: data[position : position + length], len(data), where)
 
 
-def _tuple_of(*checks: Check) -> Check:
+def _tuple_of(*checks: schema.Check) -> schema.Check:
     def check(value: Any, where: str) -> Any:
-        sequence(lambda item, _: item, len(checks), len(checks))(value, where)
+        schema.sequence(lambda item, _: item, len(checks), len(checks))(value, where)
         for item, check_item in zip(value, checks, strict=True):
             check_item(item, where)
         return value
@@ -345,17 +326,21 @@ def _tuple_of(*checks: Check) -> Check:
 
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
-_WIDTH = one_of(*INTEGERS)
+_WIDTH = schema.one_of(*INTEGERS)
 
-_WIDTHS = sequence(_WIDTH, MAX_RANK)
+_WIDTHS = schema.sequence(_WIDTH, schema.MAX_RANK)
 
-_INDEX_FIELDS = record(
+_INDEX_FIELDS = schema.record(
     {
-        "files": sequence(_tuple_of(file_name, COUNT)),
-        "memo": _tuple_of(COUNT, COUNT),
-        "boxes": sequence(_tuple_of(COUNT, COUNT, _WIDTHS, _WIDTHS, COUNT)),
-        "tensors": sequence(_tuple_of(key_name, SHAPE, one_of(*_DTYPES), COUNT, COUNT, _tuple_of(_WIDTH, _WIDTH))),
-        "objects": mapping(_tuple_of(file_name, COUNT, COUNT), key_name),
+        "files": schema.sequence(_tuple_of(schema.file_name, schema.COUNT)),
+        "memo": _tuple_of(schema.COUNT, schema.COUNT),
+        "boxes": schema.sequence(_tuple_of(schema.COUNT, schema.COUNT, _WIDTHS, _WIDTHS, schema.COUNT)),
+        "tensors": schema.sequence(
+            _tuple_of(
+                schema.key, schema.SHAPE, schema.one_of(*_DTYPES), schema.COUNT, schema.COUNT, _tuple_of(_WIDTH, _WIDTH)
+            )
+        ),
+        "objects": schema.mapping(_tuple_of(schema.file_name, schema.COUNT, schema.COUNT), schema.key),
     }
 )
 
@@ -364,7 +349,7 @@ class _Index:
     """What stands behind the pickle."""
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
-        fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
+        fields = _INDEX_FIELDS(schema.parse_json(content, f"{where}: its index"), f"{where}: its index")
         self._read, self._size, self._where = read, size, where
         self._files = tuple(dict(fields["files"]))
         self._first_file, self._first_key = fields["memo"]
@@ -383,7 +368,7 @@ class _Index:
         return result
 
     def _table(self, number: int, places: PlaceList) -> ChunkTable:
-        what = f"{self._where}: {shown(places.key)}"
+        what = f"{self._where}: {schema.shown(places.key)}"
         try:
             boxes = self._boxes[places.boxes]
             offset, shape = self._read_boxes(places.boxes)
@@ -400,7 +385,7 @@ class _Index:
                 raise ValueError("a negative position")
             table = ChunkTable(offset, shape, self._files, file, position, length)
         except Exception as error:
-            raise CheckpointError(f"{what}: damaged or not written by this program ({error})") from error
+            raise schema.CheckpointError(f"{what}: damaged or not written by this program ({error})") from error
         check_inside(table, tuple(places.shape), what)
         return table
 

@@ -22,7 +22,6 @@ _FREE_MEMORY, _MEMORY_PER_BYTE = 32 << 20, 20  # bytes; a .metadata takes 12
 _OBJECT_SIZE, _DICT_SIZE, _LIST_SIZE, _MEMO_SIZE = 100, 232, 64, 16  # bytes
 _MAX_GLOBALS = 20_000
 _MAX_MADE_KEYS = 1000  # tuples and the like collide in hashing if their author wants it
-_MAX_MEMO_GAPS = 1024
 _LONG_INT_BYTES = 8  # longer ones collide, too
 
 # Opcode -> (values taken from the stack, kind of the value pushed, bytes of its argument, memory). What takes values
@@ -43,13 +42,6 @@ _FIXED: dict[int, tuple[int, int, int, int]] = {
 _PREFIXED = {op: size for size, ops in {1: b"\x8cUC", 4: b"XTB", 8: b"\x8d\x8e"}.items() for op in ops}
 
 
-class _GappedMemo(list[int]):
-    """A memo with numbers left out, as Python 2 has written them: those of MEMOIZE would not be ours."""
-
-    def append(self, kind: int) -> None:
-        raise CheckpointError("numbers of its memo are left out")
-
-
 def scan_pickle(data: bytes | memoryview) -> None:
     """Raises CheckpointError or UnsafePickleError unless unpickling `data` is cheap and safe. Calls nothing."""
     try:
@@ -67,7 +59,7 @@ class _Scan:
         self.stack: list[int] = []
         self.marks: list[int] = []
         self.memo: list[int] = []
-        self.memory = self.objects = self.made_keys = self.globals = self.gaps = 0
+        self.memory = self.objects = self.made_keys = self.globals = 0
 
     def run(self) -> None:
         limit = _FREE_OPCODES + int(_OPCODES_PER_BYTE * len(self.data))
@@ -121,7 +113,7 @@ class _Scan:
                 size = _PREFIXED[opcode]
                 position += size + int.from_bytes(data[position : position + size], "little")
             elif opcode == 0x71 and data[position] == len(memo):  # BINPUT of the next number
-                list.append(memo, stack[-1])
+                memo.append(stack[-1])
                 position += 1
             elif opcode == 0x2E:  # STOP
                 self.memory += memory
@@ -130,7 +122,7 @@ class _Scan:
             else:
                 self.position = position
                 _HANDLERS.get(opcode, _Scan._unknown)(self)
-                position, memo = self.position, self.memo
+                position = self.position
         return False
 
     # Arguments
@@ -259,16 +251,9 @@ class _Scan:
         self.stack.append(self.memo[number])
 
     def _put(self, number: int) -> None:
-        missing = number - len(self.memo)
-        if missing > 0:
-            self.gaps += missing
-            if self.gaps > _MAX_MEMO_GAPS:
-                raise UnsafePickleError(f"its pickle stores value {number} after {len(self.memo)} others")
-            self.memo = _GappedMemo([*self.memo, *[_CONTAINER] * missing])
-        if missing >= 0:
-            list.append(self.memo, self.stack[-1])
-        else:
-            self.memo[number] = self.stack[-1]
+        if number > len(self.memo):
+            raise UnsafePickleError(f"its pickle stores value {number} after {len(self.memo)} others")
+        self.memo[number : number + 1] = self.stack[-1:]
 
 
 _HANDLERS: dict[int, Callable[[_Scan], object]] = {

@@ -13,7 +13,8 @@ import datetime
 import math
 import pathlib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NoReturn, Protocol
 
@@ -44,16 +45,6 @@ class Storage(Protocol):
     def view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
         """The tensor that views it from element `offset` on, which it holds."""
         ...
-
-
-class Resolver(Protocol):
-    """What a stub needs to become what it stands for."""
-
-    budget: Budget
-
-    def storage(self, ref: StorageRef) -> Storage: ...
-
-    def walk(self, value: Any) -> Any: ...
 
 
 class _SealedType(type):
@@ -107,63 +98,90 @@ def placeholder_type(module: str, name: str) -> type[Placeholder]:
     return _SealedType(name, (Placeholder,), {"__module__": module, "__slots__": ()})  # type: ignore[return-value]
 
 
-class Stub(metaclass=_SealedType):
+class Sealed:
+    """What a pickle may hold but not change. BUILD, the opcode that sets attributes, asks for `__setstate__` first."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickleError(f"a pickle tries to set the state of a {type(self).__name__}")
+
+
+class Stub(Sealed, metaclass=_SealedType):
     """Stands for a value that is built after the pickle has ended."""
 
     def resolve(self, resolver: Resolver) -> Any:
         raise NotImplementedError
 
 
-class StorageKind:
+@dataclass(frozen=True, eq=False)
+class StorageKind(Sealed):
     """A storage class such as `torch.FloatStorage`: nothing but its dtype."""
 
-    __slots__ = ("dtype",)
     dtype: torch.dtype
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        object.__setattr__(self, "dtype", dtype)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise UnsafePickleError(f"a pickle tries to set {shown(name)} of a storage class")
-
-
-class StorageRef:
+@dataclass(frozen=True, eq=False)
+class StorageRef(Sealed):
     """The record `data/<key>` with `numel` elements of `dtype`."""
 
-    __slots__ = ("dtype", "key", "numel")
-
-    def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
-        self.dtype, self.key, self.numel = dtype, key, numel
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise UnsafePickleError("a pickle tries to set the state of a storage")
+    dtype: torch.dtype
+    key: str
+    numel: int
 
 
-class Function:
-    """A function that a pickle may call; nothing can be set on it."""
+@dataclass(frozen=True, eq=False)
+class Function(Sealed):
+    """A function that a pickle may call; what it may copy is bounded by a budget, one for each pickle."""
 
-    __slots__ = ("_budget", "_call")
-    _call: Callable[..., Any]
-    _budget: Budget | None
-
-    def __init__(self, call: Callable[..., Any], budget: Budget | None = None) -> None:
-        object.__setattr__(self, "_call", call)
-        object.__setattr__(self, "_budget", budget)
-
-    def charged(self, budget: Budget) -> Function:
-        """The same function for one pickle: what it may copy is bounded."""
-        return Function(self._call, budget)
+    call: Callable[..., Any]
+    budget: Budget | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._budget is not None:
-            self._budget.charge(sum(len(arg) for arg in args if isinstance(arg, _SIZED)))
-        return self._call(*args)
+        if self.budget is not None:
+            self.budget.charge(sum(len(arg) for arg in args if isinstance(arg, _SIZED)))
+        return self.call(*args)
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise UnsafePickleError(f"a pickle tries to set {shown(name)} of a function")
 
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise UnsafePickleError("a pickle tries to set the state of a function")
+LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])
+
+
+class Resolver:
+    """Replaces stubs in a structure of containers by what they stand for, containers in place where possible.
+
+    Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection.
+    """
+
+    def __init__(self, storage: Callable[[StorageRef], Storage], budget: Budget) -> None:
+        self.storage, self.budget = storage, budget
+        self._memo: dict[int, Any] = {}
+
+    def walk(self, value: Any) -> Any:
+        kind, memo = type(value), self._memo
+        if kind in LEAVES:
+            return value
+        if id(value) in memo:
+            return memo[id(value)][0]
+        if isinstance(value, Stub):
+            result = value.resolve(self)
+        elif isinstance(value, dict):
+            memo[id(value)] = (value, value)
+            for key, item in list(value.items()):
+                value[key] = self.walk(item)
+            return value
+        elif kind is list:
+            memo[id(value)] = (value, value)
+            value[:] = map(self.walk, value)
+            return value
+        elif kind is tuple:
+            items = [self.walk(item) for item in value]
+            result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        elif isinstance(value, Placeholder):
+            memo[id(value)] = (value, value)
+            value.args, value.state, value.items = map(self.walk, (value.args, value.state, value.items))
+            return value
+        else:
+            result = value
+        memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
+        return result
 
 
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -180,22 +198,13 @@ def _extents(value: Any) -> tuple[int, ...]:
 class TensorStub(Stub):
     """A tensor over a record of the archive."""
 
-    storage: StorageRef
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
     def __init__(self, storage: Any, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> None:
         if not isinstance(storage, StorageRef):
             raise UnsafePickleError(f"a tensor over {shown(storage)} instead of a storage")
         shape, stride = _extents(shape), _extents(stride)
         if type(offset) is not int or len(shape) != len(stride):
             raise UnsafePickleError(f"a tensor with offset {shown(offset)}, shape {shape}, strides {stride}")
-        self.__dict__.update(storage=storage, offset=offset, shape=shape, stride=stride, dtype=dtype)
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise UnsafePickleError("a pickle tries to set the state of a tensor")
+        self.storage, self.offset, self.shape, self.stride, self.dtype = storage, offset, shape, stride, dtype
 
     def resolve(self, resolver: Resolver) -> Any:
         data, dtype, shape = resolver.storage(self.storage), self.dtype, self.shape
@@ -245,20 +254,21 @@ def _content(data: Any) -> bytes:
 class _ArrayStub(Stub):
     """A numpy array; `__setstate__` is how numpy pickles carry the content."""
 
-    def __init__(self, shape: Any = (0,), dtype: Any = None, data: Any = b"", fortran: bool = False) -> None:
-        self.__dict__.update(shape=shape, dtype=dtype, data=data, fortran=fortran)
+    shape: tuple[int, ...] = (0,)
+    dtype: Any = None
+    data = b""
+    fortran: Any = False
 
     def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, fortran, data = state
-        self.__dict__.update(shape=_extents(shape), dtype=dtype, data=_content(data), fortran=fortran)
+        _, shape, self.dtype, self.fortran, data = state
+        self.shape, self.data = _extents(shape), _content(data)
 
     def resolve(self, resolver: Resolver) -> np.ndarray:
-        fields = vars(self)
-        if not isinstance(fields["dtype"], _DtypeStub):
-            raise UnsafePickleError(f"a numpy array of dtype {shown(fields['dtype'])}")
-        resolver.budget.charge(len(fields["data"]))
-        array, shape = np.frombuffer(fields["data"], fields["dtype"].dtype), fields["shape"]
-        return (array.reshape(shape[::-1]).T if fields["fortran"] else array.reshape(shape)).copy()
+        if not isinstance(self.dtype, _DtypeStub):
+            raise UnsafePickleError(f"a numpy array of dtype {shown(self.dtype)}")
+        resolver.budget.charge(len(self.data))
+        array = np.frombuffer(self.data, self.dtype.dtype)
+        return (array.reshape(self.shape[::-1]).T if self.fortran else array.reshape(self.shape)).copy()
 
 
 class _DtypeStub(Stub):
@@ -268,13 +278,11 @@ class _DtypeStub(Stub):
         dtype = np.dtype(name if type(name) is str and len(name) < 32 and "," not in name else "V")
         if dtype.kind not in "biufcSU":
             raise UnsafePickleError(f"numpy dtype {shown(name)}")
-        self.__dict__["dtype"] = dtype
+        self.dtype = dtype
 
     def __setstate__(self, state: Any) -> None:
         if state[1] == ">":
-            self.__dict__["dtype"] = self.dtype.newbyteorder(">")
-
-    dtype: np.dtype
+            self.dtype = self.dtype.newbyteorder(">")
 
     def resolve(self, resolver: Resolver) -> np.dtype:
         return self.dtype
@@ -289,22 +297,15 @@ def _numpy_scalar(dtype: Any, data: Any) -> Any:
 class _NamespaceStub(Stub):
     """`argparse.Namespace`, where Megatron-LM keeps its arguments."""
 
+    state: Mapping[str, Any] = {}  # a pickle has none for one without attributes
+
     def __setstate__(self, state: Any) -> None:
         if type(state) is not dict or not all(type(name) is str for name in state):
             raise UnsafePickleError(f"arguments that are {shown(state)}")
-        self.__dict__["state"] = state
+        self.state = state
 
     def resolve(self, resolver: Resolver) -> argparse.Namespace:
-        namespace = argparse.Namespace()
-        vars(namespace).update({name: resolver.walk(value) for name, value in vars(self).get("state", {}).items()})
-        return namespace
-
-
-def _reconstructor(kind: Any, base: Any, state: Any) -> Any:
-    """How protocols 0 and 1 make instances."""
-    if not (isinstance(kind, _SealedType) and issubclass(kind, (Placeholder, _NamespaceStub))):
-        raise UnsafePickleError(f"an instance of {shown(kind)}")
-    return kind()
+        return argparse.Namespace(**{name: resolver.walk(value) for name, value in self.state.items()})
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -384,11 +385,9 @@ SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "complex"): _of(complex, int, float),
     ("builtins", "bytearray"): Function(_bytearray),
     ("builtins", "slice"): _of(slice, int, type(None)),
-    ("builtins", "object"): placeholder_type("builtins", "object"),
     ("collections", "OrderedDict"): Function(partial(_dict, collections.OrderedDict)),
     ("collections", "defaultdict"): Function(lambda factory=None, *args: _dict(dict, *args)),
     ("collections", "deque"): Function(lambda items=(), maxlen=None: list(items)),
-    ("copyreg", "_reconstructor"): Function(_reconstructor),
     ("_codecs", "encode"): Function(_encode),
     ("signal", "Signals"): _of(signal.Signals, int),
     **{("signal", member.name): int(member) for member in signal.Signals},  # how Python 3.10 writes a member

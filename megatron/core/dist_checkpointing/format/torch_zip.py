@@ -3,7 +3,7 @@
 A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix`, where prefix and suffix depend on
 dtype and shape alone. So a file can be laid out before any data exists, and the raw bytes of any row can be read back
 without touching the rest. Records of data carry no CRC (as `torch.serialization.set_crc32_options(False)`):
-`checksums.json` protects them, and faster. Opening a checkpoint costs no memory.
+`checksums.bin` protects them, and faster. Opening a checkpoint costs no memory.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +30,15 @@ import torch
 from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.safe_globals import (
+    LEAVES,
     SAFE_GLOBALS,
     Budget,
     Function,
     Placeholder,
+    Resolver,
     Storage,
     StorageKind,
     StorageRef,
-    Stub,
     TensorStub,
     placeholder_type,
 )
@@ -109,7 +111,9 @@ class _Unpickler(pickle.Unpickler):
             if len(self._known) == _MAX_NAMES:
                 raise UnsafePickleError(f"its pickle names more than {_MAX_NAMES} classes and functions")
             known = self._find(module, name)
-            known = self._known[module, name] = known.charged(self.budget) if isinstance(known, Function) else known
+            if isinstance(known, Function):
+                known = replace(known, budget=self.budget)
+            self._known[module, name] = known
         return known
 
     def _find(self, module: str, name: str) -> Any:
@@ -258,9 +262,9 @@ def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, 
 
 
 def _resolve(root: Any, where: str, storage: Callable[[StorageRef], Storage], budget: Budget) -> Any:
-    """Replace the stubs in a structure of containers by what they stand for, containers in place where possible."""
+    """The structure with its stubs replaced by what they stand for."""
     try:
-        result = _Resolver(storage, budget).walk(root)
+        result = Resolver(storage, budget).walk(root)
         check_bounded(result, where)
         return result
     except UnsafePickleError as error:
@@ -272,43 +276,6 @@ def _resolve(root: Any, where: str, storage: Callable[[StorageRef], Storage], bu
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(f"{where}: cannot be rebuilt ({reason})") from error
-
-
-class _Resolver:
-    """Not a function in itself: one that knew itself would keep the mapped file until the next garbage collection."""
-
-    def __init__(self, storage: Callable[[StorageRef], Storage], budget: Budget) -> None:
-        self.storage, self.budget = storage, budget
-        self._memo: dict[int, Any] = {}
-
-    def walk(self, value: Any) -> Any:
-        kind, memo = type(value), self._memo
-        if kind in _LEAVES:
-            return value
-        if id(value) in memo:
-            return memo[id(value)][0]
-        if isinstance(value, Stub):
-            result = value.resolve(self)
-        elif isinstance(value, dict):
-            memo[id(value)] = (value, value)
-            for key, item in list(value.items()):
-                value[key] = self.walk(item)
-            return value
-        elif kind is list:
-            memo[id(value)] = (value, value)
-            value[:] = map(self.walk, value)
-            return value
-        elif kind is tuple:
-            items = [self.walk(item) for item in value]
-            result = tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-        elif isinstance(value, Placeholder):
-            memo[id(value)] = (value, value)
-            value.args, value.state, value.items = map(self.walk, (value.args, value.state, value.items))
-            return value
-        else:
-            result = value
-        memo[id(value)] = (result, value)  # the original is kept alive: its id must stay taken
-        return result
 
 
 def check_bounded(root: Any, where: str) -> None:
@@ -330,7 +297,7 @@ def check_bounded(root: Any, where: str) -> None:
             sizes[id(value)] = math.inf  # while it is open
             size = 1.0
             for child in children:
-                size += 1 if type(child) in _LEAVES else size_of(child, depth + 1)
+                size += 1 if type(child) in LEAVES else size_of(child, depth + 1)
             sizes[id(value)] = size
             count[0] += len(children)
         return size
@@ -350,6 +317,3 @@ def _children(value: Any) -> Collection[Any] | None:
     if isinstance(value, Placeholder):
         return (value.args, value.state, value.items)
     return None
-
-
-_LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.loading.fully_parallel_load import (
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, some
 from megatron.core.object_storage import path_of
 
 
@@ -61,15 +61,7 @@ def load(
     `parallelization_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
-    coordination = Coordination.of(group)
-    reader: Reader | None = None
-    error: CheckpointError | None = None
-    try:
-        reader = Reader(directory, verify=verify)
-    except CheckpointError as caught:
-        error = caught
-    coordination.raise_together(error)
-    assert reader is not None
+    reader = Coordination.of(group).together(lambda: Reader(directory, verify=verify))
     options: dict[str, Any] = {"group": group, "strictness": strictness, "skip": skip, "workers": workers}
     return fill(state, reader, str(directory), **options, parallelization_group=parallelization_group)
 
@@ -103,28 +95,21 @@ def fill(
     check_strictness(strictness)
     started = time.perf_counter()
     coordination = Coordination.of(group)
-    error: ValueError | None = None
-    spec, comparison = LocalSpec((), ()), KeyComparison([], [], b"")
-    try:
+
+    def compare() -> tuple[LocalSpec, KeyComparison]:
         spec = describe(state)
         _check_apart(state)
-        comparison = compare_keys(spec, reader.metadata)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
+        return spec, compare_keys(spec, reader.metadata)
 
     def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
         merged = merge_comparisons(comparisons, reader.metadata, skip, where)
         return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
+    # An error of one rank is told to all before any of them waits for another one's share.
+    spec, comparison = coordination.together(compare)
     report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
-    # All ranks agree so far. From here on an error of one is told to all before anybody waits for its share.
     shares = _shares(reader, spec, parallelization_group)
-    try:
-        objects = _read_local(state, reader, workers, shares, parallelization_group)
-    except ValueError as caught:
-        error = caught
-    coordination.raise_together(error)
+    objects = coordination.together(lambda: _read_local(state, reader, workers, shares, parallelization_group))
     if any(shares):
         all_gather_shares(shares, boxes_of(state), parallelization_group)
     seconds = time.perf_counter() - started
@@ -201,22 +186,16 @@ class Contents(Protocol):
 RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
 
 
-class _Reaction(NamedTuple):
-    """To keys that are asked for but not stored ("unexpected"), and to keys stored that nobody asks for ("missing")."""
-
-    unexpected: str
-    missing: str
-
-
+# What is done about keys that are asked for but not stored ("unexpected"), and about the others ("missing").
 STRICTNESS = {
-    "assume_ok_unexpected": _Reaction(RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
-    "log_unexpected": _Reaction(LOG, IGNORE),
-    "log_all": _Reaction(LOG, LOG),
-    "raise_unexpected": _Reaction(RAISE, IGNORE),
-    "raise_all": _Reaction(RAISE, RAISE),
-    "return_unexpected": _Reaction(RETURN, IGNORE),
-    "return_all": _Reaction(RETURN, RETURN),
-    "ignore_all": _Reaction(IGNORE, IGNORE),
+    "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
+    "log_unexpected": (LOG, IGNORE),
+    "log_all": (LOG, LOG),
+    "raise_unexpected": (RAISE, IGNORE),
+    "raise_all": (RAISE, RAISE),
+    "return_unexpected": (RETURN, IGNORE),
+    "return_all": (RETURN, RETURN),
+    "ignore_all": (IGNORE, IGNORE),
 }
 """Megatron-LM's values of `--dist-ckpt-strictness`."""
 
@@ -264,7 +243,7 @@ def merge_comparisons(
     """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
-        raise CheckpointError(f"{where}: does not fit this model:\n  " + _lines(wrong))
+        raise CheckpointError(f"{where}: does not fit this model:\n  " + some(wrong, 50))
     unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
     by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(len(comparisons), -1)
     stored = _stored_keys(contents)
@@ -279,28 +258,23 @@ def _stored_keys(contents: Contents) -> list[str]:
 
 def apply_strictness(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
     """Raise or log as `strictness` says; what is left is for the caller."""
-    reaction = STRICTNESS[strictness]
     stored = _stored_keys(contents)
     unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
-    texts = {
-        "unexpected": f"asked for but not in the checkpoint ({len(report.unexpected)}):\n  " + _lines(unexpected),
-        "missing": f"in the checkpoint but asked for by no rank ({len(report.missing)}):\n  " + _lines(report.missing),
-    }
-    raised = [texts[kind] for kind in texts if getattr(report, kind) and getattr(reaction, kind) == RAISE]
+    titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
+    raised, left = [], []
+    reactions = zip(report, (unexpected, report.missing), titles, STRICTNESS[strictness], strict=True)
+    for keys, lines, title, reaction in reactions:
+        text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"
+        if keys and reaction == RAISE:
+            raised.append(text)
+        elif keys and reaction == LOG:
+            logger.warning("%s: %s", where, text)
+        left.append(keys if reaction == RETURN else [])
     if raised:
-        raise CheckpointError(f"{where}: keys " + "\nkeys ".join(raised))
-    for kind in texts:
-        if getattr(report, kind) and getattr(reaction, kind) == LOG:
-            logger.warning("%s: keys %s", where, texts[kind])
-    return KeyReport(
-        report.unexpected if reaction.unexpected == RETURN else [], report.missing if reaction.missing == RETURN else []
-    )
+        raise CheckpointError(f"{where}: " + "\n".join(raised))
+    return KeyReport(*left)
 
 
 def _with_near(key: str, stored: list[str]) -> str:
     near = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
     return f"{key} (there is {' and '.join(near)})" if near else key
-
-
-def _lines(lines: list[str], shown: int = 50) -> str:
-    return "\n  ".join(lines[:shown]) + (f"\n  ... and {len(lines) - shown} more" if len(lines) > shown else "")

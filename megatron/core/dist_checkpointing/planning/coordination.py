@@ -91,6 +91,17 @@ class Coordination:
         message = "\n".join(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason)
         raise CheckpointError(message) from error
 
+    def together(self, function: Callable[[], T]) -> T:
+        """The result of `function()` on this rank; where it raises a ValueError on any, it does on all."""
+        result: list[T] = []
+        error: ValueError | None = None
+        try:
+            result.append(function())
+        except ValueError as caught:
+            error = caught
+        self.raise_together(error)
+        return result[0]
+
     def _gather(self, value: Any) -> list[Any] | None:
         if self.size == 1:
             return [value]

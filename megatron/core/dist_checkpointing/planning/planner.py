@@ -96,7 +96,7 @@ def describe(state: ShardedStateDict) -> LocalSpec:
         tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, tuple(boxes)))
     twice = [key for key, count in Counter([tensor.key for tensor in tensors] + objects).items() if count > 1]
     if twice:
-        raise CheckpointError(f"one rank holds several entries with the same key: {_some(twice, 10, ', ')}")
+        raise CheckpointError(f"one rank holds several entries with the same key: {some(twice, 10, ', ')}")
     return LocalSpec(tuple(tensors), tuple(objects))
 
 
@@ -269,7 +269,7 @@ def _check_coverage(held: _Held, distinct: np.ndarray) -> None:
         if fault is not None:
             problems.append(f"{key} {shape}: {fault}")
     if problems:
-        raise CheckpointError("boxes do not tile\n  " + _some(problems))
+        raise CheckpointError("boxes do not tile\n  " + some(problems))
 
 
 def _conflicts(specs: Sequence[PackedSpec]) -> str:
@@ -286,7 +286,7 @@ def _conflicts(specs: Sequence[PackedSpec]) -> str:
                 conflicts[key] = f"{key}: {known[1]} {known[2]} on rank {other}, {shape} {dtype} on rank {rank}"
     for key in objects.keys() & first.keys():
         conflicts[key] = f"{key}: an object on rank {objects[key]}, a tensor on rank {first[key][1]}"
-    return "ranks disagree about\n  " + _some(list(conflicts.values()))
+    return "ranks disagree about\n  " + some(list(conflicts.values()))
 
 
 def _choose(
@@ -373,6 +373,7 @@ def _sums(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
     return np.bincount(group, weights=values, minlength=size).astype(np.int64)
 
 
-def _some(lines: Sequence[str], shown: int = 20, between: str = "\n  ") -> str:
+def some(lines: Sequence[str], shown: int = 20, between: str = "\n  ") -> str:
+    """The first of many lines, and how many more there are."""
     more = f" ... and {len(lines) - shown} more" if len(lines) > shown else ""
     return between.join(lines[:shown]) + more

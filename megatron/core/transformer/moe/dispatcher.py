@@ -60,10 +60,10 @@ DISPATCHERS: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gat
 
 
 def _exchange(rows: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Tensor:
-    return _Exchange.apply(rows, outgoing, incoming, axis)
+    return _AllToAll.apply(rows, outgoing, incoming, axis)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """`outgoing[r]` rows to rank r of the axis, `incoming[r]` from it; gradients go the way back."""
 
     @staticmethod

@@ -61,8 +61,14 @@ class SharedExperts(MLP):
         sequence_parallel: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        size = config.moe_shared_expert_intermediate_size
-        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel, device=device, ffn_size=size, normed=True)
+        super().__init__(
+            config,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            ffn_size=config.moe_shared_expert_intermediate_size,
+            shared_expert=True,
+        )
         gate = ParamInfo(Normal(config.init_method_std), partial_grad=sequence_parallel)
         self.gate_weight = (
             make_parameter((1, config.hidden_size), config.params_dtype, device, gate)

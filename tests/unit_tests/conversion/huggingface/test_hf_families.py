@@ -154,6 +154,109 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "vocab_size": 151936,
         },
     ),
+    "OLMo-2-0425-1B": (
+        1_484_916_736,
+        LLAMA_LIKE
+        | {
+            "architectures": ["Olmo2ForCausalLM"],
+            "attention_bias": False,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "model_type": "olmo2",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 16,
+            "pad_token_id": 100277,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+            "tie_word_embeddings": False,
+            "vocab_size": 100352,
+        },
+    ),
+    "Gemma-2-2B": (
+        2_614_341_888,
+        COMMON
+        | {
+            "architectures": ["Gemma2ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "max_position_embeddings": 8192,
+            "model_type": "gemma2",
+            "num_attention_heads": 8,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "vocab_size": 256000,
+        },
+    ),
+    "Gemma-3-1B": (
+        999_885_952,
+        COMMON
+        | {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        },
+    ),
+    "OLMoE-1B-7B-0924": (
+        6_919_161_856,
+        LLAMA_LIKE
+        | {
+            "architectures": ["OlmoeForCausalLM"],
+            "attention_bias": False,
+            "clip_qkv": None,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "max_position_embeddings": 4096,
+            "model_type": "olmoe",
+            "norm_topk_prob": False,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 16,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "router_aux_loss_coef": 0.01,
+            "tie_word_embeddings": False,
+            "vocab_size": 50304,
+        },
+    ),
     "BLOOM-560M": (
         559_214_592,
         {
@@ -209,6 +312,9 @@ def test_what_the_fields_say() -> None:
     assert read("Llama-2-7B")["rotary_base"] == 1e4 and not read("Llama-2-7B")["group_query_attention"]
     assert read("Mistral-7B-v0.1")["window_size"] == (4095, 0)
     assert read("Qwen2.5-0.5B")["window_size"] is None and read("Qwen2.5-0.5B")["add_qkv_bias"]
+    gemma = model_config(read("Gemma-3-1B"), 262144, "Gemma 3")
+    assert gemma.window_of(4) == (511, 0) and gemma.window_of(5) is None and gemma.rotary_base_local == 1e4
+    assert read("Gemma-2-2B")["softmax_scale"] == 1 / 16 and read("Gemma-2-2B")["final_logit_softcapping"] == 30.0
     assert read("Qwen3-0.6B")["kv_channels"] == 128 and read("Qwen3-0.6B")["qk_layernorm"]
     assert read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
     assert read("GPT-2")["hidden_dropout"] == 0.1 and read("GPT-2")["bias_gelu_fusion"]

@@ -9,7 +9,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.blockwise_attention import _attend, _attend_backward, _Block
+from megatron.core.transformer.attention_kernels import Block, Scoring, attend, attend_backward
 from megatron.core.transformer.context_parallel import ContextParallel, local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -33,6 +33,13 @@ CASES = {  # what changes, and whether documents are masked
          "add_bias_linear": True, "group_query_attention": False}, False,
     ),
     "qk norm, recomputed attention": ({"qk_layernorm": True, "recompute_granularity": "selective"}, False),
+    "softcap, window in every second layer": (
+        {"attn_logit_softcapping": 0.1, "window_size": (5, 0), "window_attn_skip_freq": 2, "rotary_base_local": 50.0,
+         "norm_placement": "both"}, False,
+    ),
+    "softcap, documents, norm across heads": (
+        {"attn_logit_softcapping": 0.1, "qk_layernorm": True, "qk_layernorm_across_heads": True}, True,
+    ),
     "recomputed layers": (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, False,
     ),
@@ -169,13 +176,15 @@ def test_the_kernels_of_a_block_are_those_of_attention(device, dtype, tolerance,
     mask = torch.zeros(1, 1, 24, 24, dtype=dtype, device=device) if masked else None
     if mask is not None:
         mask[..., 7:] = torch.finfo(dtype).min / 2
-    block = _Block(slice(None), slice(None), causal=mask is None, mask=mask)
-    out, lse = _attend(q, k, v, block)
+    block = Block(slice(None), slice(None), causal=mask is None, mask=mask)
+    out, lse = attend(q, k, v, block, Scoring())
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*inputs, mask, is_causal=mask is None, enable_gqa=True)
     expected.backward(g)
     scores = q.float() @ k.repeat_interleave(2, 1).float().transpose(2, 3) / 4
     scores = scores + (mask if mask is not None else torch.full_like(scores, -torch.inf).triu(1))
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=tolerance, rtol=tolerance)
-    for got, want in zip((out, *_attend_backward(g, q, k, v, out, lse, block)), (expected, *inputs), strict=True):
+    for got, want in zip(
+        (out, *attend_backward(g, q, k, v, out, lse, block, Scoring())), (expected, *inputs), strict=True
+    ):
         torch.testing.assert_close(got, want if want is expected else want.grad, atol=tolerance, rtol=tolerance)

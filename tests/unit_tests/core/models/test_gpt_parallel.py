@@ -48,7 +48,14 @@ NEMOTRON = {
     "rotary_percent": 0.5,
 }
 GEGLU = {**LLAMA, "swiglu": False, "quick_geglu": True, "apply_layernorm_1p": True}
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "nemotron": NEMOTRON, "geglu": GEGLU}
+GEMMA = {
+    **LLAMA,
+    **{"swiglu": False, "geglu": True, "apply_layernorm_1p": True, "norm_placement": "both", "scale_embeddings": True},
+    **{"window_size": (5, 0), "window_attn_skip_freq": 2, "rotary_base_local": 100.0, "softmax_scale": 0.3},
+    **{"attn_logit_softcapping": 0.1, "final_logit_softcapping": 0.2, "untie_embeddings_and_output_weights": False},
+}
+OLMO2 = {**LLAMA, "norm_placement": "post", "qk_layernorm_across_heads": True}
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "nemotron": NEMOTRON, "geglu": GEGLU, "gemma": GEMMA, "olmo2": OLMO2}
 
 
 def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, multiple=4, **changes):

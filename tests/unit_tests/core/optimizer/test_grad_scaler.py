@@ -4,11 +4,16 @@ import pytest
 import torch
 
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, make_grad_scaler
+from megatron.core.optimizer.grad_scaler import GradScaler
+
+
+def dynamic(initial_scale, min_scale=1.0):
+    options = {"initial_loss_scale": initial_scale, "min_loss_scale": min_scale}
+    return GradScaler(OptimizerConfig(**options, loss_scale_window=3, hysteresis=2), fp16=True)
 
 
 def test_sequence():
-    scaler = DynamicGradScaler(initial_scale=64.0, min_scale=16.0, growth_interval=3, hysteresis=2)
+    scaler = dynamic(64.0, min_scale=16.0)
     expected = [
         (True, 64.0),  # the first overflow is tolerated
         (False, 64.0),
@@ -31,12 +36,12 @@ def test_sequence():
 
 
 def test_state_continues_the_sequence():
-    first = DynamicGradScaler(64.0, 1.0, 3, 2)
+    first = dynamic(64.0)
     for found_inf in (True, False, False):
         first.update(found_inf)
     state = first.state_dict()
     assert set(state) == {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(state["scale"], torch.Tensor)
-    second = DynamicGradScaler(2.0**32, 1.0, 3, 2)
+    second = dynamic(2.0**32)
     second.load_state_dict(state)
     for found_inf in (True, False, False, False, True, True):
         first.update(found_inf)
@@ -46,19 +51,19 @@ def test_state_continues_the_sequence():
 
 
 @pytest.mark.parametrize(
-    ("options", "fp16", "kind", "scale"),
+    ("options", "fp16", "is_dynamic", "scale"),
     [
-        ({}, False, ConstantGradScaler, 1.0),
-        ({}, True, DynamicGradScaler, 2.0**32),
-        ({"loss_scale": 128.0}, True, ConstantGradScaler, 128.0),
-        ({"loss_scale": 128.0}, False, ConstantGradScaler, 128.0),
-        ({"initial_loss_scale": 2.0**16}, True, DynamicGradScaler, 2.0**16),
+        ({}, False, False, 1.0),
+        ({}, True, True, 2.0**32),
+        ({"loss_scale": 128.0}, True, False, 128.0),
+        ({"loss_scale": 128.0}, False, False, 128.0),
+        ({"initial_loss_scale": 2.0**16}, True, True, 2.0**16),
     ],
 )
-def test_which_scaler(options, fp16, kind, scale):
-    scaler = make_grad_scaler(OptimizerConfig(**options), fp16)
-    assert type(scaler) is kind and scaler.scale == scale
-    if kind is ConstantGradScaler:
+def test_which_scaler(options, fp16, is_dynamic, scale):
+    scaler = GradScaler(OptimizerConfig(**options), fp16)
+    assert scaler.dynamic is is_dynamic and scaler.scale == scale
+    if not is_dynamic:
         scaler.update(True)
         scaler.load_state_dict({"scale": torch.tensor([2.0])})
         assert scaler.scale == scale and scaler.state_dict() == {}

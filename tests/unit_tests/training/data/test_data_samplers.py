@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
-from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.data.samplers import CyclicStream, DataIterator, DataLoaderConfig
+from megatron.training.data.samplers import BatchSchedule, CyclicStream, DataIterator, DataLoaderConfig
 from tests import ROOT
 from tests.processes import children_of, is_running, wait_until
 

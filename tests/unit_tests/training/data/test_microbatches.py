@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.data.microbatches import BatchSchedule, rampup_steps, token_steps
+from megatron.training.data.samplers import BatchSchedule, rampup_steps, token_steps
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):

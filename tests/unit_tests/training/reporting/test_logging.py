@@ -10,8 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, as_fields, log_line
-from megatron.training.reporting.writers import make_writers
+from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, log_line, make_writers
 
 CPU = torch.device("cpu")
 
@@ -74,7 +73,7 @@ def test_log_line(pool):
 
 def test_fields_of_a_json_line(pool):
     (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, math.nan, False)])
-    fields = as_fields(interval)
+    fields = interval.as_fields()
     assert fields["iteration"] == 10 and fields["iterations"] == 2 and fields["seconds"] == 6.0 and fields["nan"] == 1
     assert interval.seconds_to_go(100) == 270.0 and math.isnan(fields["lm_loss"])
 

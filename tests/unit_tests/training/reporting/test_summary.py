@@ -2,9 +2,9 @@
 
 import shlex
 
-from megatron.planning.run_plan import plan_run
 from megatron.training.config.run_config import parse_args
-from megatron.training.reporting.summary import arguments, as_lines, run_shape, summarize
+from megatron.training.planning.run_plan import plan_run
+from megatron.training.reporting.summary import arguments, as_lines, summarize
 from pretrain_gpt import model_provider
 
 FLAGS = (
@@ -17,7 +17,7 @@ FLAGS = (
 def summary(flags, world_size):
     config = parse_args(shlex.split(FLAGS + flags), world_size)
     config.set_vocab_size(100)
-    plan = plan_run(run_shape(config, world_size, model_provider, "cpu"), world_size)
+    plan = plan_run(config, world_size, model_provider, "cpu")
     return summarize(config, world_size, plan)
 
 

@@ -40,6 +40,8 @@ class Fp8Tensor(torch.Tensor):
         made._data, made._scale_inv, made._quantizer = data, scale_inv.clone(), quantizer
         return made
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
     def _get_quantizer(self):
         return self._quantizer
 

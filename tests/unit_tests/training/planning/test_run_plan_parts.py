@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 
-from megatron.planning.costs import Traffic
-from megatron.planning.run_plan import activation_memory, plan_run
 from megatron.training.config.run_config import parse_args
-from megatron.training.reporting.summary import run_shape
+from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.training.planning.costs import Traffic
+from megatron.training.planning.run_plan import plan_run
 from pretrain_gpt import model_provider
 
 COMMON = (
@@ -21,19 +21,18 @@ PP4 = "--pipeline-model-parallel-size 4 "
 def planned(flags, world_size):
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(128)
-    shape = run_shape(config, world_size, model_provider)
-    return shape, plan_run(shape, world_size)
+    return ActivationMemory.of_run(config, "cuda"), plan_run(config, world_size, model_provider)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
 def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
     """Narayanan et al. 2021: stage r of P has at most P - r micro batches in flight, or all there are."""
-    shape, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
-    layer = activation_memory(shape).layer
+    activations, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
+    layer = activations.layer(0)
     for rank, stage in enumerate(plan.stages):
         assert stage.passes_in_flight == min(4 - rank, microbatches)
         assert stage.memory.activations == stage.passes_in_flight * 2 * layer
-        assert stage.memory.loss == (activation_memory(shape).head if rank == 3 else 0)
+        assert stage.memory.loss == (activations.head if rank == 3 else 0)
     assert plan.bubble == pytest.approx(3 / (microbatches + 3))
 
 
@@ -45,7 +44,7 @@ def test_chunks_buy_a_smaller_bubble_with_memory():
     # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward pass comes next
     assert first.passes_in_flight == 2 * 3 + 4 + 1
     assert first.memory.activations > first_plain.memory.activations
-    assert first.traffic.pp.send > first_plain.traffic.pp.send
+    assert first.traffic["pp"].send > first_plain.traffic["pp"].send
 
 
 def test_bytes_per_parameter():
@@ -65,17 +64,17 @@ def test_traffic_of_data_parallelism():
     _, copies = planned("--global-batch-size 4", 4)
     _, shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
     memory = copies.stages[0].memory
-    assert copies.stages[0].traffic.dp == Traffic(4, all_reduce=memory.gradients)
+    assert copies.stages[0].traffic["dp"] == Traffic(4, all_reduce=memory.gradients)
     memory = shards.stages[0].memory
-    assert shards.stages[0].traffic.dp == Traffic(4, all_gather=memory.weights, reduce_scatter=memory.gradients)
-    assert shards.stages[0].traffic.tp.wire == shards.stages[0].traffic.pp.wire == 0
+    assert shards.stages[0].traffic["dp"] == Traffic(4, all_gather=memory.weights, reduce_scatter=memory.gradients)
+    assert shards.stages[0].traffic["tp"].wire == shards.stages[0].traffic["pp"].wire == 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
     """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered again in backward."""
     flags = "--tensor-model-parallel-size 2 --global-batch-size 2 "
-    shape, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
-    tp, whole = plan.stages[0].traffic.tp, activation_memory(shape).whole
+    activations, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
+    tp, whole = plan.stages[0].traffic["tp"], activations.whole
     again = (2 * 8 + 1) * sequence_parallel
     assert tp.wire == pytest.approx(2 * whole * (2 * (4 * 8 + 2) + again) / 2)

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ParallelConfig
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.planning.activation_memory import ActivationMemory
+from megatron.training.planning.activation_memory import ActivationMemory
 from tests.torch_versions import of_current_torch
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
@@ -29,8 +29,9 @@ def config(**changes):
     return TransformerConfig(**(SIZES | PLAIN | changes))
 
 
-def memory(model, tp_size=1, sequence_parallel=False):
-    return ActivationMemory(model, SEQ, BATCH, tp_size, sequence_parallel, 128, device_type="cpu")
+def memory(model, tp_size=1, sequence_parallel=False, vocab_rows=128):
+    parallel = ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)
+    return ActivationMemory(model, parallel, SEQ, BATCH, vocab_rows, device_type="cpu")
 
 
 def saved_bytes(model):
@@ -69,20 +70,22 @@ def saved_bytes(model):
         LATENT | {"qk_layernorm": True},
         LATENT | WHOLE_QUERIES,
         LATENT | UP_AGAIN,
+        GATED | {"swiglu": False, "geglu": True, "norm_placement": "both"},
+        GATED | {"norm_placement": "post"},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
     model = config(**changes, bf16=bf16)
-    assert memory(model).layer == pytest.approx(saved_bytes(model), rel=0.01)
+    assert memory(model).layer(0) == pytest.approx(saved_bytes(model), rel=0.01)
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
     """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of ranks."""
     model = config()
-    assert memory(model, 2, True).layer * 2 == memory(model).layer
-    assert memory(model).layer / 2 < memory(model, 2).layer < memory(model).layer
+    assert memory(model, 2, True).layer(0) * 2 == memory(model).layer(0)
+    assert memory(model).layer(0) / 2 < memory(model, 2).layer(0) < memory(model).layer(0)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -93,7 +96,7 @@ def test_recomputation_keeps_less(bf16):
     uniform = memory(config(recompute_method="uniform", **full))
     block = memory(config(recompute_method="block", **full))
     assert uniform.kept([0] * 4) == 2 * uniform.residual  # the inputs of two groups
-    assert block.kept([0] * 4) == 2 * block.residual + 2 * nothing.layer
+    assert block.kept([0] * 4) == 2 * block.residual + 2 * nothing.layer(0)
     order = [m.kept([0] * 4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
     assert uniform.backward([0] * 4, False) > nothing.backward([0] * 4, False)  # a group again
@@ -102,8 +105,8 @@ def test_recomputation_keeps_less(bf16):
 def test_layers_of_two_kinds_count_as_what_they_are():
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
     counted = memory(config(**GATED, **experts))
-    dense, mixed = counted.of(0).layer, counted.of(1).layer
-    assert dense == memory(config(**GATED)).layer != mixed
+    dense, mixed = counted.layer(0), counted.layer(1)
+    assert dense == memory(config(**GATED)).layer(0) != mixed
     assert counted.kept([0, 1, 1]) == dense + 2 * mixed
 
 
@@ -111,4 +114,4 @@ def test_logits_are_kept_once_and_split():
     whole, split = memory(config(bf16=True)), memory(config(bf16=True), 2)
     assert whole.logits == SEQ * BATCH * 128 * 2
     assert whole.head - 2 * whole.residual - whole.logits == SEQ * BATCH * (4 + 8 + 1 + 3 * 4 + 8)
-    assert ActivationMemory(config(bf16=True), SEQ, BATCH, 2, False, 64).logits * 2 == split.logits
+    assert memory(config(bf16=True), 2, vocab_rows=64).logits * 2 == split.logits

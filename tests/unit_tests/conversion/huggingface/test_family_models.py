@@ -1,4 +1,4 @@
-"""Families with experts: what transformers saves computes the same here, and what we write computes the same there."""
+"""Families of models: what transformers saves computes the same here, and what we write computes the same there."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from megatron.core.models import GPTModel
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
 QWEN = SIZES | {"moe_intermediate_size": 20, "num_experts": 4}
 YARN = {
@@ -30,7 +30,17 @@ LATENT = SIZES | {
     "v_head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
 }  # fmt: skip
 WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 20, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+DENSE = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"}
+GEMMA = DENSE | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 MODELS = {
+    "olmo2": transformers.Olmo2Config(**DENSE),
+    "gemma2": transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=0.7, final_logit_softcapping=2.0),
+    "gemma3": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2, rope_parameters=TWO_ROPES),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=4, router_aux_loss_coef=0.0),
     "deepseek_v3": transformers.DeepseekV3Config(
         **LATENT, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
     ),
@@ -92,7 +102,7 @@ def test_logits_of_transformers(saved, name):
     torch.testing.assert_close(logits_of(source, tokens), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_whole_queries"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_whole_queries", "olmo2", "gemma2", "gemma3", "olmoe"])
 def test_gradients_of_transformers(saved, tmp_path, name):
     """Of every parameter; those of transformers are read as if they were a model's weights."""
     tokens, models = saved
@@ -108,7 +118,9 @@ def test_gradients_of_transformers(saved, tmp_path, name):
     losses.mean().backward()
     for key, entry in model.sharded_state_dict().items():
         if entry.local.requires_grad:
-            torch.testing.assert_close(entry.local.grad, read_whole(expected, key), rtol=1e-4, atol=2e-6, msg=key)
+            torch.testing.assert_close(
+                entry.local.grad, read_whole(expected, key), rtol=1e-4, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from megatron.planning.pictures import plan_picture, shares_picture, timeline
-from megatron.planning.run_plan import plan_run
 from megatron.training.config.run_config import parse_args
-from megatron.training.reporting.summary import run_shape
+from megatron.training.planning.pictures import plan_picture, shares_picture, timeline
+from megatron.training.planning.run_plan import plan_run
 from pretrain_gpt import model_provider
 
 image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")
@@ -40,7 +39,7 @@ def test_plan_picture(tmp_path):
     flags += "--train-iters 1 --global-batch-size 4 --pipeline-model-parallel-size 4 --mock-data "
     config = parse_args(shlex.split(flags + "--tokenizer-type NullTokenizer --vocab-size 127"), 4)
     config.set_vocab_size(128)
-    plan = plan_run(run_shape(config, 4, model_provider), 4)
+    plan = plan_run(config, 4, model_provider)
     plan_picture(plan, tmp_path / "new/plan.png", device_bytes=80e9, reserve=4e9)
     plan_picture(plan, tmp_path / "plain.png")
     drawn, plain = image.imread(tmp_path / "new/plan.png"), image.imread(tmp_path / "plain.png")

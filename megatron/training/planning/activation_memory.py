@@ -9,128 +9,86 @@ Assumed is a fused attention kernel, and dropout with a byte per element (CUDA).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 
-from megatron.core.tensor_parallel import loss_chunk_elements
+from megatron.core.parallel_state import ParallelConfig
+from megatron.core.tensor_parallel import loss_chunk_elements, padded_vocab_size
 from megatron.core.transformer.core_attention import takes_groups
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run_config import Config
 
 
-@dataclass(frozen=True)
 class ActivationMemory:
-    """One micro batch of `[s, b]` tokens on one tensor- and context-parallel rank; all sizes in bytes."""
+    """One micro batch of `[s, b]` tokens on one tensor- and context-parallel rank; all sizes in bytes.
 
-    config: TransformerConfig
-    seq_length: int
-    micro_batch_size: int
-    tp_size: int
-    sequence_parallel: bool
-    vocab_rows: int
-    """Rows of the output matrix on this rank, padding included."""
-    data_mask: bool = False
-    """The attention mask depends on the data (--reset-attention-mask)."""
-    device_type: str = "cuda"
-    etp_size: int = 1
-    """Ranks over which an expert is split."""
-    cp_size: int = 1
-    cp_comm_type: str = "p2p"
-    with_experts: bool = False
-    """The MLP of the layer that is counted has experts."""
+    `vocab_rows` are those of the output matrix on this rank, padding included; with `data_mask` the attention mask
+    depends on the data (--reset-attention-mask). The kind of a layer is 1 with experts and 0 without.
+    """
 
-    def of(self, kind: int) -> ActivationMemory:
-        """Of a layer of this kind: 1 with experts, 0 dense."""
-        return replace(self, with_experts=bool(kind))
+    def __init__(
+        self,
+        model: TransformerConfig,
+        parallel: ParallelConfig,
+        seq_length: int,
+        micro_batch_size: int,
+        vocab_rows: int,
+        data_mask: bool = False,
+        device_type: str = "cuda",
+    ) -> None:
+        self.config, self.parallel = model, parallel
+        self.seq_length, self.vocab_rows = seq_length, vocab_rows
+        self.data_mask, self.device_type = data_mask, device_type
+        self.tp_size, self.cp_size = parallel.tp_size, parallel.cp_size
+        self.sequence_parallel = parallel.sequence_parallel
+        # Attention goes over the keys of one context-parallel rank at a time, or exchanges positions for heads.
+        self.exchanges_heads = parallel.cp_size > 1 and parallel.cp_comm_type == "a2a"
+        self.blockwise = parallel.cp_size > 1 and not self.exchanges_heads
+        # A rank sees all of the sequence that its context-parallel rank has inside tensor-parallel regions; outside of
+        # them only a part of it under sequence parallelism.
+        self.tokens = seq_length * micro_batch_size // parallel.cp_size
+        self.local_tokens = self.tokens // self.tp_size if self.sequence_parallel else self.tokens
+        self.itemsize = model.params_dtype.itemsize
+        self.whole = self.tokens * model.hidden_size * self.itemsize  # [s/cp, b, h]
+        self.residual = self.local_tokens * model.hidden_size * self.itemsize  # between layers and stages
+        self.inner = self.tokens * model.ffn_size // self.tp_size * self.itemsize  # [s/cp, b, ffn/tp]
+        self.logits = self.tokens * vocab_rows * self.itemsize  # [s/cp, b, v/tp]
+        # [s/cp, b, d] of every head, divided by TP; kernels take queries, keys and values of one width.
+        self.per_head = self.tokens * max(model.qk_width, model.v_width) // self.tp_size * self.itemsize
+        self.key_values = 2 * self.per_head * model.query_groups  # of all groups on this rank
+        self.context = self.tokens * model.v_width * model.num_attention_heads // self.tp_size * self.itemsize
+        self.normalizer = 4 if model.normalization == "RMSNorm" else 8  # of a norm, per row, fp32
+        self.blocks = 2 if model.gated else 1  # widths of the MLP's first matrix
 
-    @property
-    def itemsize(self) -> int:
-        return self.config.params_dtype.itemsize
+    @classmethod
+    def of_run(cls, config: Config, device_type: str) -> ActivationMemory:
+        """That of the micro batches of a run."""
+        model, parallel, data = config.model, config.parallel, config.data
+        assert model.vocab_size is not None
+        rows = padded_vocab_size(model.vocab_size, config.tokenizer.make_vocab_size_divisible_by, parallel.tp_size)
+        size = config.training.micro_batch_size
+        rows //= parallel.tp_size
+        return cls(model, parallel, data.seq_length, size, rows, data.reset_attention_mask, device_type)
 
-    @property
-    def tokens(self) -> int:
-        """In tensor-parallel regions, where a rank sees all of the sequence that its context-parallel rank has."""
-        return self.seq_length * self.micro_batch_size // self.cp_size
-
-    @property
-    def local_tokens(self) -> int:
-        """Outside of them."""
-        return self.tokens // self.tp_size if self.sequence_parallel else self.tokens
-
-    @property
-    def residual(self) -> int:
-        """`[s/cp, b, h]` between layers and stages, `[s/(cp tp), b, h]` under sequence parallelism."""
-        return self.local_tokens * self.config.hidden_size * self.itemsize
-
-    @property
-    def whole(self) -> int:
-        """`[s/cp, b, h]`."""
-        return self.tokens * self.config.hidden_size * self.itemsize
-
-    @property
-    def inner(self) -> int:
-        """`[s/cp, b, ffn/tp]`."""
-        return self.tokens * self.config.ffn_size // self.tp_size * self.itemsize
-
-    @property
-    def logits(self) -> int:
-        """`[s/cp, b, v/tp]`."""
-        return self.tokens * self.vocab_rows * self.itemsize
-
-    @property
-    def blocks(self) -> int:
-        """Widths of the MLP's first matrix."""
-        return 2 if self.config.gated else 1
-
-    @property
-    def per_head(self) -> int:
-        """`[s/cp, b, d]` of every head, divided by TP; kernels take queries, keys and values of one width."""
-        return self.tokens * max(self.config.qk_width, self.config.v_width) // self.tp_size * self.itemsize
-
-    @property
-    def key_values(self) -> int:
-        """Keys and values of all groups on this rank."""
-        return 2 * self.per_head * self.config.query_groups
-
-    @property
-    def blockwise(self) -> bool:
-        """Whether attention goes over the keys of one context-parallel rank at a time."""
-        return self.cp_size > 1 and self.cp_comm_type != "a2a"
-
-    @property
-    def exchanges_heads(self) -> bool:
-        return self.cp_size > 1 and self.cp_comm_type == "a2a"
-
-    @cached_property
-    def layer(self) -> int:
+    def layer(self, kind: int) -> int:
         """What a layer keeps from forward to backward, its input included."""
-        c = self.config
-        total = 2 * self.residual + self._norms * self.local_tokens * self._normalizer
-        total += 0 if c.recomputes("layernorm") else self._norms * self.residual  # the input of the linear layers
+        c, norms = self.config, self._norms(kind)
+        total = 2 * self.residual + norms * self.local_tokens * self.normalizer
+        total += 0 if c.recomputes("layernorm") else norms * self.residual  # the input of the linear layers
+        if c.norm_placement == "both":
+            total += 2 * (self.residual + self.local_tokens * self.normalizer)
         total += self._latents if c.multi_latent_attention else self._qk_norms
-        total += self._context if c.recomputes("mla_up_proj") else self._core
-        total += 0 if self.mlp_again else self._mlp
+        total += self.context if c.recomputes("mla_up_proj") else self._core
+        total += 0 if self.mlp_again(kind) else self._mlp(kind)
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
 
     @property
-    def _normalizer(self) -> int:
-        """Of a norm, per row, fp32."""
-        return 4 if self.config.normalization == "RMSNorm" else 8
-
-    @property
-    def _context(self) -> int:
-        """The input of attention's output projection."""
-        c = self.config
-        return self.tokens * c.v_width * c.num_attention_heads // self.tp_size * self.itemsize
-
-    @property
     def _core(self) -> int:
-        """What attention keeps from its queries, keys and values on."""
+        """What attention keeps from its queries, keys and values on, the input of its output projection at the end."""
         c, per_head = self.config, self.per_head
         takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
         groups = c.query_groups if takes else c.num_attention_heads
-        total = per_head * (c.num_attention_heads + 2 * groups) + self._context
+        total = per_head * (c.num_attention_heads + 2 * groups) + self.context
         if c.recomputes("core_attn"):
             return total
         if self.exchanges_heads or c.v_width < c.qk_width:
@@ -141,7 +99,7 @@ class ActivationMemory:
     def _qk_norms(self) -> int:
         """The heads before and after their norm."""
         heads = self.config.num_attention_heads + self.config.query_groups if self.config.qk_layernorm else 0
-        return self.per_head * heads + self.tokens * heads // self.tp_size * self._normalizer
+        return self.per_head * heads + self.tokens * heads // self.tp_size * self.normalizer
 
     @property
     def _latents(self) -> int:
@@ -153,18 +111,17 @@ class ActivationMemory:
             return total + self.tokens * c.qk_pos_emb_head_dim * self.itemsize
         if c.qk_layernorm:
             normed = 0 if c.recomputes("layernorm") else sum(widths) * self.itemsize
-            total += self.local_tokens * (normed + len(widths) * self._normalizer)
+            total += self.local_tokens * (normed + len(widths) * self.normalizer)
         return total
 
-    @property
-    def _mlp(self) -> int:
+    def _mlp(self, kind: int) -> int:
         """What the MLP keeps. Experts are taken for evenly used: of each chosen expert's rows their input, the inner
         values around the activation and its product, and places."""
-        c = self.config
-        if not self.with_experts:
+        c, etp_size = self.config, self.parallel.etp_size
+        if not kind:
             return (self.blocks + 1) * self.inner
-        rows = self.local_tokens * c.moe_router_topk * self.etp_size
-        inner = rows * c.moe_ffn_size // self.etp_size * self.itemsize
+        rows = self.local_tokens * c.moe_router_topk * etp_size
+        inner = rows * c.moe_ffn_size // etp_size * self.itemsize
         shared = self.tokens * (c.moe_shared_expert_intermediate_size or 0) // self.tp_size * self.itemsize
         scores = 3 * self.local_tokens * c.experts * 4
         return (
@@ -172,15 +129,13 @@ class ActivationMemory:
             + scores + 4 * 8 * rows
         )  # fmt: skip
 
-    @property
-    def _norms(self) -> int:
+    def _norms(self, kind: int) -> int:
         """Of the layer's two norms those whose results are kept: the MLP's belongs to it."""
-        return 1 if self.mlp_again and not self.with_experts else 2
+        return 1 if self.mlp_again(kind) and not kind else 2
 
-    @property
-    def mlp_again(self) -> bool:
+    def mlp_again(self, kind: int) -> bool:
         """Backward computes the MLP again."""
-        return self.config.recomputes("moe" if self.with_experts else "mlp")
+        return self.config.recomputes("moe" if kind else "mlp")
 
     @property
     def _masked(self) -> bool:
@@ -222,23 +177,24 @@ class ActivationMemory:
         if not self.blockwise:
             return 0
         queries = context + context * 4 // self.itemsize  # of the output, of queries in fp32
-        if self.cp_comm_type == "p2p":
+        if self.parallel.cp_comm_type == "p2p":
             return queries + context + 5 * self.key_values  # two parts on their way, two gradients, those of a block
         return queries + 3 * self.cp_size * self.key_values  # all parts, their gradients, and these in one piece
 
-    @cached_property
-    def layer_backward(self) -> int:
+    def layer_backward(self, kind: int) -> int:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
-        mlp = self._mlp + (2 - self._norms) * self.residual if self.mlp_again else 0  # there again for a while
-        heads = self._core - self._context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
+        mlp = 0
+        if self.mlp_again(kind):
+            mlp = self._mlp(kind) + (2 - self._norms(kind)) * self.residual  # there again for a while
+        heads = self._core - self.context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
         gathered = self.whole if self.sequence_parallel else 0
         points = {
-            "attention": self._attention_backward + heads - self._mlp - self.residual,  # both are gone by then
+            "attention": self._attention_backward + heads - self._mlp(kind) - self.residual,  # both are gone by then
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
             "activation": (3 if c.gated else 1) * self.inner,
@@ -247,7 +203,7 @@ class ActivationMemory:
             + self.blocks * weight_grad
             - self.inner,
             # three temporaries in fp32, and the gradient in the model's type; the MLP and its input are gone
-            "norm": 3 * self.residual * 4 // self.itemsize - self._mlp,
+            "norm": 3 * self.residual * 4 // self.itemsize - self._mlp(kind),
         }
         # the gradient of the residual stream is there throughout
         return self.residual + normed + mlp + max(points.values())
@@ -286,7 +242,7 @@ class ActivationMemory:
         inputs, stored = self._recomputed(num_layers)
         head = self.head if post_process else 0
         points = [self.head_backward] if post_process else []
-        points += [self.of(kind).layer_backward - head for kind in set(kinds[num_layers - stored :])]
+        points += [self.layer_backward(kind) - head for kind in set(kinds[num_layers - stored :])]
         if inputs:
             assert c.recompute_num_layers is not None
             size = min(c.recompute_num_layers, num_layers) if c.recompute_method == "uniform" else 1
@@ -294,11 +250,11 @@ class ActivationMemory:
                 group = kinds[start : start + size]
                 again = self._layers(group) - self.residual  # the group's input is there
                 kept = self._layers(kinds[num_layers - stored :])
-                points.append(again + max(self.of(kind).layer_backward for kind in group) - kept - head)
+                points.append(again + max(self.layer_backward(kind) for kind in group) - kept - head)
         return max(points)
 
     def _layers(self, kinds: Sequence[int]) -> int:
-        return sum(kinds.count(kind) * self.of(kind).layer for kind in set(kinds))
+        return sum(kinds.count(kind) * self.layer(kind) for kind in set(kinds))
 
     def _recomputed(self, num_layers: int) -> tuple[int, int]:
         """(groups of layers of which only the input is kept, layers that keep everything)."""

@@ -17,10 +17,10 @@ from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.optimizer import state_names
 from megatron.core.parallel_state import ParallelState, Place
 from megatron.core.pipeline_parallel.schedules import schedule
-from megatron.core.tensor_parallel import padded_vocab_size
-from megatron.planning.activation_memory import ActivationMemory
-from megatron.planning.costs import TrafficPlan, plan_traffic
-from megatron.planning.empty_model import EmptyChunk, RunShape, StoredTensor, empty_chunks, stored_sizes
+from megatron.training.config.run_config import Config, ModelProvider
+from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.training.planning.costs import Traffic, plan_traffic
+from megatron.training.planning.empty_model import EmptyChunk, ParameterInFile, empty_chunks, stored_sizes
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MemoryPlan:
     activations: int
     """Kept by embedding and layers between forward and backward, at the moment of the peak."""
     loss: int
-    """Kept then by the final norm and the loss, the logits above all."""
+    """Kept at that moment by the final norm and the loss, mostly the logits."""
     temporary: int
-    """Held besides by the pass under way, and by messages between stages."""
+    """Held in addition by the pass under way, and by messages between stages."""
 
     @property
     def total(self) -> int:
@@ -56,7 +56,7 @@ class StagePlan:
     passes_in_flight: int
     """Forward passes, of a chunk and a micro batch, that wait for their backward pass at the moment of the peak."""
     memory: MemoryPlan
-    traffic: TrafficPlan
+    traffic: dict[str, Traffic]
     checkpoint_bytes: int
     """Roughly what this rank writes when all ranks share the writing; items are not cut for that."""
 
@@ -81,7 +81,7 @@ class RunPlan:
 
     def table(self) -> str:
         """What every stage needs, in GB of 10^9 bytes."""
-        memory, traffic = [stage.memory for stage in self.stages], [stage.traffic for stage in self.stages]
+        memory = [stage.memory for stage in self.stages]
         rows: list[tuple[str, list[float]]] = [
             ("weights", [m.weights for m in memory]),
             ("gradients (fp32)", [m.gradients for m in memory]),
@@ -92,76 +92,60 @@ class RunPlan:
             ("temporary", [m.temporary for m in memory]),
             ("total memory", [m.total for m in memory]),
             ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
-            ("sent per step: TP", [t.tp.wire for t in traffic]),
-            ("sent per step: CP", [t.cp.wire for t in traffic]),
-            ("sent per step: PP", [t.pp.wire for t in traffic]),
-            ("sent per step: DP", [t.dp.wire for t in traffic]),
-            ("sent per step: EP", [t.ep.wire for t in traffic]),
-            ("sent per step: EDP", [t.edp.wire for t in traffic]),
-            ("sent: tied embedding", [t.embedding.wire for t in traffic]),
         ]
+        for axis in ("tp", "cp", "pp", "dp", "ep", "edp", "embedding"):
+            name = "sent: tied embedding" if axis == "embedding" else f"sent per step: {axis.upper()}"
+            rows.append((name, [stage.traffic[axis].wire for stage in self.stages]))
         lines = ["GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)]
         lines += [f"  {name:23}" + "".join(f"{v / 1e9:>9.2f}" for v in values) for name, values in rows if any(values)]
         lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages))
         return "\n".join(lines)
 
 
-def plan_run(run: RunShape, world_size: int) -> RunPlan:
-    """The plan of a run of `world_size` ranks."""
-    pp_size, vpp_size, num_microbatches = run.parallel.pp_size, run.parallel.vpp_size, run.num_microbatches
-    ranks = [run.parallel.rank_at(Place(pp=stage), world_size) for stage in range(pp_size)]
-    states = [ParallelState.for_rank(run.parallel, world_size, rank) for rank in ranks]
-    chunks = [list(empty_chunks(run, ps)) for ps in states]
+def plan_run(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunPlan:
+    """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known. CPU and GPU keep other things
+    for backward."""
+    model, parallel = config.model, config.parallel
+    pp_size, vpp_size = parallel.pp_size, parallel.vpp_size
+    num_microbatches = config.batch_schedule(parallel.dp_size(world_size)).num_microbatches
+    ranks = [parallel.rank_at(Place(pp=stage), world_size) for stage in range(pp_size)]
+    states = [ParallelState.for_rank(parallel, world_size, rank) for rank in ranks]
+    chunks = [list(empty_chunks(config, ps, model_provider)) for ps in states]
+    activations = ActivationMemory.of_run(config, device_type)
+    stages = [
+        _plan_stage(config, ps, own, activations, num_microbatches) for ps, own in zip(states, chunks, strict=True)
+    ]
     sizes = stored_sizes(itertools.chain.from_iterable(chunks))
-    num_parameters = sum(sizes.values())
-    idle = 0
-    if run.model.has_experts:
+    num_parameters, idle = sum(sizes.values()), 0
+    if model.has_experts:
         of_experts = sum(numel for tensor, numel in sizes.items() if tensor.expert)
-        idle = of_experts * (run.model.experts - run.model.moe_router_topk) // run.model.experts
+        idle = of_experts * (model.experts - model.moe_router_topk) // model.experts
     return RunPlan(
-        stages=tuple(_plan_stage(run, ps, own) for ps, own in zip(states, chunks, strict=True)),
-        num_parameters=num_parameters,
+        tuple(stages),
+        num_parameters,
         num_active=num_parameters - idle,
-        checkpoint_bytes=_stored_bytes(run, sizes),
+        checkpoint_bytes=_stored_bytes(config, sizes),
         num_microbatches=num_microbatches,
         bubble=(pp_size - 1) / (num_microbatches * vpp_size + pp_size - 1),
     )
 
 
-def activation_memory(run: RunShape) -> ActivationMemory:
-    """That of the micro batches of this run."""
-    tp_size, vocab_size = run.parallel.tp_size, run.model.vocab_size
-    assert vocab_size is not None
-    return ActivationMemory(
-        run.model,
-        run.seq_length,
-        run.micro_batch_size,
-        tp_size,
-        run.parallel.sequence_parallel,
-        padded_vocab_size(vocab_size, run.vocab_divisor, tp_size) // tp_size,
-        run.data_mask,
-        run.device_type,
-        run.parallel.etp_size,
-        run.parallel.cp_size,
-        run.parallel.cp_comm_type,
-    )
-
-
-def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> StagePlan:
-    numel = sum(chunk.numel for chunk in chunks)
-    buffers = [
-        (buffer, buffer.replicas.size if run.ddp.use_distributed_optimizer else 1)
-        for chunk in chunks
-        for buffer in chunk.buffers
-    ]
-    activations = activation_memory(run)
-    peak = _peak(run, activations, ps, chunks)
+def _plan_stage(
+    config: Config,
+    ps: ParallelState,
+    chunks: list[EmptyChunk],
+    activations: ActivationMemory,
+    num_microbatches: int,
+) -> StagePlan:
+    itemsize = config.model.params_dtype.itemsize
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    peak = _peak(config, activations, ps, chunks, num_microbatches)
     memory = MemoryPlan(
-        weights=numel * run.model.params_dtype.itemsize,
-        gradients=sum(_gradient_bytes(run, buffer.numel, buffer.numel // shards) for buffer, shards in buffers),
+        weights=sum(buffer.numel for buffer in buffers) * itemsize,
+        gradients=sum(_gradient_bytes(config, buffer.numel, buffer.numel // buffer.num_shards) for buffer in buffers),
         optimizer=sum(
-            bucket.numel // shards * _optimizer_bytes(run, bucket.group, run.model.params_dtype.itemsize < 4)
-            for buffer, shards in buffers
+            bucket.numel // buffer.num_shards * _optimizer_bytes(config, bucket.group, itemsize < 4)
+            for buffer in buffers
             for bucket in buffer.buckets
         ),
         tables=len(chunks) * activations.tables,
@@ -171,18 +155,23 @@ def _plan_stage(run: RunShape, ps: ParallelState, chunks: list[EmptyChunk]) -> S
     )
     boxes = stored_sizes(chunks, whole=False)
     stored = sum(
-        _stored_bytes(run, {tensor: numel for tensor, numel in boxes.items() if tensor.expert is expert}) // axis.size
-        for expert, axis in ((False, ps.dp_cp), (True, ps.edp))
+        _stored_bytes(config, {tensor: numel for tensor, numel in boxes.items() if tensor.expert is expert}) // size
+        for expert, size in ((False, ps.dp_cp.size), (True, ps.edp.size))
     )
-    num_parameters = sum(p.numel() for chunk in chunks for p in chunk.module.parameters())
-    num_layers = sum(chunk.num_layers for chunk in chunks)
-    traffic = plan_traffic(run, ps, chunks, activations)
-    return StagePlan(ps, num_layers, num_parameters, peak.passes, memory, traffic, stored)
+    return StagePlan(
+        ps,
+        num_layers=sum(chunk.num_layers for chunk in chunks),
+        num_parameters=sum(p.numel() for chunk in chunks for p in chunk.module.parameters()),
+        passes_in_flight=peak.passes,
+        memory=memory,
+        traffic=plan_traffic(config, ps, chunks, activations, num_microbatches),
+        checkpoint_bytes=stored,
+    )
 
 
-def _gradient_bytes(run: RunShape, numel: int, shard: int) -> int:
+def _gradient_bytes(config: Config, numel: int, shard: int) -> int:
     """Of the buffer, and of the fp32 copy of a rank's reduced shard where the buffer is not fp32."""
-    itemsize = run.ddp.grad_dtype(run.model.params_dtype).itemsize
+    itemsize = config.ddp.grad_dtype(config.model.params_dtype).itemsize
     return numel * itemsize + (shard * 4 if itemsize < 4 else 0)
 
 
@@ -199,15 +188,18 @@ class _Moment(NamedTuple):
         return self.activations + self.loss + self.temporary
 
 
-def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk]) -> _Moment:
+def _peak(
+    config: Config, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int
+) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.kinds) for chunk in chunks]
     backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
-    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result on its way out, an input on its way in
+    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result being sent, an input being received
+    # The peak is at a backward pass: it needs its temporaries while all passes in flight still hold their activations.
     in_flight, peak = [0] * len(chunks), _Moment()
-    group_size = run.parallel.microbatch_group_size_per_vp_stage
-    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), run.num_microbatches, group_size=group_size):
+    group_size = config.parallel.microbatch_group_size_per_vp_stage
+    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size):
         if tick.action is None:
             continue
         chunk = tick.action.chunk
@@ -225,15 +217,16 @@ def _peak(run: RunShape, activations: ActivationMemory, ps: ParallelState, chunk
     return peak
 
 
-def _optimizer_bytes(run: RunShape, group: ParamGroup, main_parameters: bool) -> int:
+def _optimizer_bytes(config: Config, group: ParamGroup, main_parameters: bool) -> int:
     """Per parameter of `group`: fp32 main parameters, unless they are the model's own, and the update rule's state."""
-    return 4 * (len(state_names(run.optimizer, group)) + main_parameters)
+    return 4 * (len(state_names(config.optimizer, group)) + main_parameters)
 
 
-def _stored_bytes(run: RunShape, sizes: Mapping[StoredTensor, int]) -> int:
+def _stored_bytes(config: Config, sizes: Mapping[ParameterInFile, int]) -> int:
     """Of weights and optimizer in a checkpoint, which holds main parameters in any case."""
     total = 0
     for tensor, numel in sizes.items():
-        optimizer = _optimizer_bytes(run, tensor.group, main_parameters=True) if run.saves_optimizer else 0
-        total += numel * (run.model.params_dtype.itemsize + optimizer)
+        total += numel * config.model.params_dtype.itemsize
+        if not config.checkpoint.no_save_optim:
+            total += numel * _optimizer_bytes(config, tensor.group, main_parameters=True)
     return total

@@ -15,8 +15,9 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.planning.activation_memory import ActivationMemory
-from megatron.planning.empty_model import EmptyChunk, RunShape
+from megatron.training.config.run_config import Config
+from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.training.planning.empty_model import EmptyChunk
 
 
 def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
@@ -33,7 +34,9 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
         qkv = config.hidden_size * (latent + config.qk_pos_emb_head_dim)
         qkv += latent * heads * (config.qk_head_dim + config.v_head_dim)
         qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (query or 0)
-    scores_and_values = heads * (config.qk_width + config.v_width) * attended_keys(config, seq_length)
+    windows = sum(config.window_pattern) / config.num_layers
+    keys = windows * attended_keys(config, seq_length) + (1 - windows) * seq_length / 2
+    scores_and_values = heads * (config.qk_width + config.v_width) * keys
     projection = heads * config.v_width * config.hidden_size
     per_width = (3 if config.gated else 2) * config.hidden_size
     mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
@@ -45,7 +48,7 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
 
 
 def attended_keys(config: TransformerConfig, seq_length: int) -> float:
-    """Keys that a token sees on average: half the sequence, or less with a sliding window."""
+    """Keys that a token sees on average in a layer with the window, if the model has one: at most half the sequence."""
     left = seq_length if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
     left = min(left, seq_length)
     return left - left * left / (2 * seq_length)
@@ -69,62 +72,49 @@ class Traffic:
         return (self.size - 1) / self.size * (2 * self.all_reduce + once) + self.send
 
 
-@dataclass(frozen=True)
-class TrafficPlan:
-    """One rank's traffic in a step."""
-
-    tp: Traffic
-    cp: Traffic
-    pp: Traffic
-    dp: Traffic
-    embedding: Traffic
-    """The tied word embedding's gradient, between the first and the last stage."""
-    ep: Traffic
-    """Tokens to their experts and back."""
-    edp: Traffic
-    """Gradients and parameters of experts that are split in another way than the rest of the model."""
-
-
 def plan_traffic(
-    run: RunShape, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory
-) -> TrafficPlan:
-    """Of a step on the rank of `ps`, whose model is `chunks`."""
-    microbatches = run.num_microbatches
-    group_size = run.parallel.microbatch_group_size_per_vp_stage
-    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), microbatches, group_size=group_size)
+    config: Config, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory, num_microbatches: int
+) -> dict[str, Traffic]:
+    """A step's traffic by axis on the rank of `ps`, whose model is `chunks`.
+
+    `embedding` is the tied word embedding's gradient, between the first and the last stage; `ep` are tokens to their
+    experts and back; `edp` gradients and parameters of experts that are split in another way than the rest.
+    """
+    group_size = config.parallel.microbatch_group_size_per_vp_stage
+    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size)
     sends = sum(tick.send is not None for tick in ticks)
-    return TrafficPlan(
-        tp=_tensor_parallel(run, chunks, activations, microbatches),
-        cp=_context_parallel(run, chunks, activations, microbatches),
-        pp=Traffic(ps.pp.size, send=sends * activations.residual),
-        dp=_data_parallel(run, chunks, ps.dp_cp.size, expert=False),
-        embedding=_tied_embedding(run, chunks, ps.dp_cp.size),
-        ep=_expert_parallel(run, ps, chunks, activations),
-        edp=_data_parallel(run, chunks, ps.edp.size, expert=True),
-    )
+    return {
+        "tp": _tensor_parallel(config, chunks, activations, num_microbatches),
+        "cp": _context_parallel(config, chunks, activations, num_microbatches),
+        "pp": Traffic(ps.pp.size, send=sends * activations.residual),
+        "dp": _data_parallel(config, chunks, ps.dp_cp.size, expert=False),
+        "embedding": _tied_embedding(config, chunks, ps.dp_cp.size),
+        "ep": _expert_parallel(config, ps, chunks, activations, num_microbatches),
+        "edp": _data_parallel(config, chunks, ps.edp.size, expert=True),
+    }
 
 
 def _tensor_parallel(
-    run: RunShape, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+    config: Config, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
 ) -> Traffic:
-    size = run.parallel.tp_size
+    size = config.parallel.tp_size
     if size == 1:
         return Traffic(1)
     ends = sum(chunk.pre_process + chunk.post_process for chunk in chunks)
     # In units of `[s/cp, b, h]`; what enters latent attention is narrower.
     whole = activations.whole * microbatches
-    entering = (_latent_width(run.model) or run.model.hidden_size) / run.model.hidden_size
+    entering = (_latent_width(config.model) or config.model.hidden_size) / config.model.hidden_size
     sums = float(ends)
     gathers = float(ends + sum(chunk.post_process for chunk in chunks))  # the loss's among them
     for chunk in chunks:
         again = activations.recomputed_layers(chunk.num_layers)
         for number, kind in enumerate(chunk.kinds):
-            mlp = not kind or run.model.has_shared_experts  # experts themselves are not split over TP as others are
-            twice, mlp_again = number < again, mlp and activations.of(kind).mlp_again
-            heads_again = entering if run.model.recomputes("mla_up_proj") else 0.0
+            mlp = not kind or config.model.has_shared_experts  # experts themselves are not split over TP as others are
+            twice, mlp_again = number < again, mlp and activations.mlp_again(kind)
+            heads_again = entering if config.model.recomputes("mla_up_proj") else 0.0
             sums += (1 + twice) * (1 + mlp) + entering + mlp + mlp_again
             gathers += (2 + twice) * (entering + mlp) + 1 + mlp + mlp_again + heads_again
-    if not run.parallel.sequence_parallel:
+    if not config.parallel.sequence_parallel:
         return Traffic(size, all_reduce=round(sums * whole))
     return Traffic(size, all_gather=round(gathers * whole), reduce_scatter=round(sums * whole))
 
@@ -138,35 +128,35 @@ def _latent_width(config: TransformerConfig) -> int:
 
 
 def _context_parallel(
-    run: RunShape, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+    config: Config, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
 ) -> Traffic:
     """Keys and values, exchanged again in backward, where their gradients return; or all heads there and back."""
-    size, own = run.parallel.cp_size, activations.key_values
+    size, own = config.parallel.cp_size, activations.key_values
     if size == 1:
         return Traffic(1)
     layers = microbatches * sum(chunk.num_layers for chunk in chunks)
     again = microbatches * sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
     if activations.exchanges_heads:
-        there_and_back = own + 2 * activations.per_head * run.model.num_attention_heads
+        there_and_back = own + 2 * activations.per_head * config.model.num_attention_heads
         return Traffic(size, all_to_all=(2 * layers + again) * there_and_back)
-    if run.model.recomputes("core_attn"):
+    if config.model.recomputes("core_attn"):
         again = layers
     fetched = 2 * layers + again
-    if run.parallel.cp_comm_type == "p2p":
+    if config.parallel.cp_comm_type == "p2p":
         return Traffic(size, send=(fetched * (size - 1) + layers * size) * own)
     return Traffic(size, all_gather=fetched * size * own, reduce_scatter=layers * size * own)
 
 
 def _expert_parallel(
-    run: RunShape, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory
+    config: Config, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
 ) -> Traffic:
     """Every token goes to k experts and comes back, forward and backward; or all tokens go to all ranks."""
-    model, size = run.model, ps.experts.size
+    model, size = config.model, ps.experts.size
     if not model.has_experts or size == 1:
         return Traffic(1)
     layers = sum(isinstance(module, MoELayer) for chunk in chunks for module in chunk.module.modules())
     again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
-    passes = run.num_microbatches * (2 * layers + min(again, layers))
+    passes = microbatches * (2 * layers + min(again, layers))
     if model.moe_token_dispatcher_type == "alltoall":
         rows = passes * 2 * model.moe_router_topk * ps.etp.size * activations.residual
         return Traffic(size, all_to_all=rows)
@@ -174,17 +164,17 @@ def _expert_parallel(
     return Traffic(size, all_gather=whole, reduce_scatter=whole)
 
 
-def _data_parallel(run: RunShape, chunks: list[EmptyChunk], size: int, expert: bool) -> Traffic:
+def _data_parallel(config: Config, chunks: list[EmptyChunk], size: int, expert: bool) -> Traffic:
     if size == 1:
         return Traffic(1)
     numel = sum(buffer.numel for chunk in chunks for buffer in chunk.buffers if buffer.expert is expert)
-    gradients = run.ddp.grad_dtype(run.model.params_dtype).itemsize * numel
-    if not run.ddp.use_distributed_optimizer:
+    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * numel
+    if not config.ddp.use_distributed_optimizer:
         return Traffic(size, all_reduce=gradients)
-    return Traffic(size, all_gather=run.model.params_dtype.itemsize * numel, reduce_scatter=gradients)
+    return Traffic(size, all_gather=config.model.params_dtype.itemsize * numel, reduce_scatter=gradients)
 
 
-def _tied_embedding(run: RunShape, chunks: list[EmptyChunk], dp_size: int) -> Traffic:
+def _tied_embedding(config: Config, chunks: list[EmptyChunk], dp_size: int) -> Traffic:
     tied = [
         bucket.numel
         for chunk in chunks
@@ -193,4 +183,4 @@ def _tied_embedding(run: RunShape, chunks: list[EmptyChunk], dp_size: int) -> Tr
     ]
     if not tied:
         return Traffic(1)
-    return Traffic(2, all_reduce=4 * sum(tied) // (dp_size if run.ddp.use_distributed_optimizer else 1))
+    return Traffic(2, all_reduce=4 * sum(tied) // (dp_size if config.ddp.use_distributed_optimizer else 1))

@@ -1,0 +1,176 @@
+"""Attention of some queries to some keys, with the log-sum-exp of its scores: fused kernels, and a plain one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+_SCORES_AT_ONCE = 1 << 24  # of the plain kernel, in fp32
+
+
+class Scoring(NamedTuple):
+    """How the product of a query and a key becomes a score."""
+
+    scale: float | None = None
+    """Its factor; None is 1 / sqrt(d)."""
+    softcap: float | None = None
+    """A score x becomes softcap * tanh(x / softcap), for which no fused kernel of torch has room."""
+
+
+class Block(NamedTuple):
+    """Which of a rank's queries see which keys of another rank (or its own), and how."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    mask: Tensor | None = None
+    """Added to the scores, broadcastable to `[b, heads, rows, columns]`."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
+    if scoring.softcap is not None:
+        return _attend_capped(query, key, value, block, scoring)
+    scale = scoring.scale
+    if query.device.type != "cuda":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.causal, attn_mask=block.mask, scale=scale
+        )
+    if _takes_flash(query, block):
+        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
+    key, value = (_per_head(x, query) for x in (key, value))
+    out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
+    )
+    return out, lse[:, :, : query.shape[2]]  # the kernel pads rows
+
+
+def attend_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
+    if scoring.softcap is not None:
+        return _attend_capped_backward(dout, query, key, value, out, lse, block, scoring)
+    scale = scoring.scale
+    if query.device.type != "cuda":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, query, key, value, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale
+        )
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    if _takes_flash(query, block):
+        lengths = (query.shape[2], key.shape[2])
+        return _aten._scaled_dot_product_flash_attention_backward(
+            dout,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            *lengths,
+            0.0,
+            block.causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
+    groups = key.shape[1]
+    key, value = (_per_head(x, query) for x in (key, value))
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows as the kernel pads them
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dout, query, key, value, _aligned(block.mask, query, key), out, lse, no_dropout[0], no_dropout[1], 0.0,
+        [True, True, True, False], block.causal, scale=scale,
+    )  # fmt: skip
+    return dq, *(grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
+
+
+def _takes_flash(query: Tensor, block: Block) -> bool:
+    return block.mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0
+
+
+def _per_head(x: Tensor, query: Tensor) -> Tensor:
+    """A copy of keys or values for every query head."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """`mask` with the strides that the memory-efficient kernel asks for, at the full shape."""
+    if mask is None:
+        return None
+    padded = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    return padded.expand(*query.shape[:3], key.shape[2])
+
+
+def _capped_scores(
+    query: Tensor, key: Tensor, block: Block, scoring: Scoring
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Scores of some queries at a time: (rows, the columns they may see, scores, tanh of them), in fp32.
+
+    Scores are `[b, groups, queries per group, rows, columns]`.
+    """
+    assert scoring.softcap is not None
+    cap, length, columns = scoring.softcap, query.shape[2], key.shape[2]
+    scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
+    step = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * columns))
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        seen = slice(0, rows.stop if block.causal else columns)
+        product = _by_group(query[:, :, rows], key) @ key[:, :, None, seen].mT
+        tanh = product.float().mul_(scale / cap).tanh_()
+        scores = tanh * cap
+        if block.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(start + 1)
+            scores.masked_fill_(later, -torch.inf)
+        if block.mask is not None:
+            mask = block.mask[:, :, rows, seen]
+            scores += mask.unsqueeze(1) if mask.shape[1] == 1 else _by_group(mask, key)
+        yield rows, seen, scores, tanh
+
+
+def _by_group(x: Tensor, key: Tensor) -> Tensor:
+    """`[b, heads, ...]` as `[b, groups, queries per group, ...]`."""
+    return x.unflatten(1, (key.shape[1], -1))
+
+
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """`attend` with a softcap: all scores of some queries at a time."""
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    for rows, seen, scores, _ in _capped_scores(query, key, block, scoring):
+        sums = scores.logsumexp(-1)
+        probabilities = scores.sub_(sums.unsqueeze(-1)).exp_().to(value.dtype)
+        out[:, :, rows] = (probabilities @ value[:, :, None, seen]).flatten(1, 2)
+        lse[:, :, rows] = sums.flatten(1, 2)
+    return out, lse
+
+
+def _attend_capped_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` with a softcap: the scores again, and d tanh(x) = 1 - tanh(x)^2."""
+    dquery = torch.empty_like(query)
+    dkey, dvalue = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+    scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
+    expected = (dout.float() * out).sum(-1)  # of the gradient of a probability, over the probabilities of a query
+    for rows, seen, scores, tanh in _capped_scores(query, key, block, scoring):
+        q, do, log_sums, mean = (_by_group(x[:, :, rows], key) for x in (query, dout, lse, expected))
+        probabilities = scores.sub_(log_sums.unsqueeze(-1)).exp_()
+        dvalue[:, :, seen] += (probabilities.to(do.dtype).mT @ do).sum(2)
+        dscores = (do @ value[:, :, None, seen].mT).float().sub_(mean.unsqueeze(-1)).mul_(probabilities)
+        dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
+        dquery[:, :, rows] = (dproduct @ key[:, :, None, seen]).flatten(1, 2)
+        dkey[:, :, seen] += (dproduct.mT @ q).sum(2)
+    return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)
