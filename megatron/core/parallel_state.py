@@ -188,6 +188,11 @@ class ExpertAxes:
         """Number of ranks over which the tokens of a micro batch are split."""
         return math.prod(axis.size for axis in self.tokens)
 
+    @property
+    def all_ranks(self) -> int:
+        """Number of ranks over which the tokens of a step are split."""
+        return math.prod(axis.size for axis in self.everyone)
+
 
 @dataclass(frozen=True)
 class ParallelState:

@@ -110,7 +110,8 @@ def convert_in_place(config: Config) -> Rewrite:
     `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
     parallel, stages = config.parallel, config.pipeline_layout
     sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
-    layout = Layout.of(config.model.num_layers, *sizes, vars(stages))
+    experts = (parallel.ep_size, parallel.etp_size) if parallel.ep_size > 1 else (1, None)
+    layout = Layout.of(config.model.num_layers, *sizes, vars(stages), experts)
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)
