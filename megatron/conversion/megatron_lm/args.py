@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
@@ -335,10 +334,9 @@ class LegacyRank(NamedTuple):
     dense_optimizer: bool = True  # it writes the sharded optimizer of the dense layers, too
 
     @classmethod
-    def of(cls, layout: Layout, world_size: int) -> list[LegacyRank]:
-        parallel = layout.parallel
+    def of(cls, parallel: ParallelConfig, world_size: int) -> list[LegacyRank]:
         if parallel.ep_size == 1:
-            return [cls(*rank) for rank in layout.ranks]
+            return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
         world, least = world_size, least_world(parallel)
         world = world if world and world % least == 0 else least
         RANKS(world, f"a world of {world} ranks")
@@ -347,9 +345,9 @@ class LegacyRank(NamedTuple):
             cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first) for ps in states if ps.edp.is_first
         ]
 
-    def directory(self, layout: Layout) -> str:
+    def directory(self, parallel: ParallelConfig) -> str:
         ep = self.expert[1] if self.expert else 0
-        return rank_directory(self.tp, self.pp, layout.parallel.pp_size, ep, layout.parallel.ep_size)
+        return rank_directory(self.tp, self.pp, parallel.pp_size, ep, parallel.ep_size)
 
 
 def least_world(parallel: ParallelConfig) -> int:

@@ -58,8 +58,8 @@ class LegacySource:
         first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        writers = LegacyRank.of(layout, int(self.args.get("world_size") or 0))
-        folders = {rank: directory / rank.directory(layout) for rank in writers}
+        writers = LegacyRank.of(layout.parallel, int(self.args.get("world_size") or 0))
+        folders = {rank: directory / rank.directory(layout.parallel) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
         files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
         begin = writers[0]

@@ -69,14 +69,14 @@ def write_legacy(
     model cannot be split like that.
     """
     args = _target_args(source, layout)
-    contents, ranks = _Contents(source, args), LegacyRank.of(layout, args["world_size"])
+    contents, ranks = _Contents(source, args), LegacyRank.of(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
         places: dict[str, list[FilePlace]] = defaultdict(list)
         for rank in ranks:
-            folder = pending / rank.directory(layout)
+            folder = pending / rank.directory(layout.parallel)
             folder.mkdir()
             for name, content in contents.of_rank(layout, rank).items():
                 path = folder / name
@@ -97,7 +97,8 @@ def write_legacy(
 
 def _check_directories(layout: Layout, ranks: Sequence[LegacyRank]) -> None:
     """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must have one."""
-    if len({rank.directory(layout) for rank in ranks}) < len(ranks) or {rank[:2] for rank in ranks} < {*layout.ranks}:
+    named, dense = {rank.directory(layout.parallel) for rank in ranks}, {rank[:2] for rank in ranks}
+    if len(named) < len(ranks) or dense < set(layout.ranks):
         tp, etp, ep = layout.parallel.tp_size, layout.parallel.etp_size, layout.parallel.ep_size
         raise ValueError(
             f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}: Megatron-LM's legacy files "

@@ -62,7 +62,7 @@ def state_to_save(run: Run) -> ShardedStateDict:
     config = run.config.checkpoint
     model = model_state(run)
     empty = extra_states(model, run.config.model.experts)
-    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
+    state: ShardedStateDict = {**run.optimizer.weights(model), **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
@@ -156,7 +156,8 @@ def save_hf(run: Run) -> None:
         common.pop(key, None)
     _begin_anew(run, directory)
     try:
-        save(model_state(run), directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
+        weights = run.optimizer.weights(model_state(run))
+        save(weights, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
