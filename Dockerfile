@@ -1,8 +1,8 @@
 # Two images from one file:
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
-#   docker build --target gpu_te -t megatron:te .   the same with Transformer Engine; not built yet (docs/gpu.md)
-# Build arguments: TE_VERSION; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
+#   docker build --target gpu_te -t megatron:te .   the same with Transformer Engine and apex; not built yet (docs/gpu.md)
+# Build arguments: TE_VERSION, APEX_COMMIT, CUDA_ARCHS, MAX_JOBS of that; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
 # Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index
 # that has other files than PyPI: they are pinned by version.
@@ -51,8 +51,8 @@ ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]
 
 FROM gpu AS gpu_te
-# Its part for PyTorch is compiled here, against the torch above, with nvcc and the headers of the same CUDA.
-USER root
+# Both are compiled here, against the torch above, with nvcc and the headers of the same CUDA.
+USER 0:0
 RUN apt-get update \
     && apt-get install -y --no-install-recommends cuda-nvcc-13-0 cuda-cudart-dev-13-0 cuda-nvrtc-dev-13-0 \
         cuda-profiler-api-13-0 libcublas-dev-13-0 libcusparse-dev-13-0 libcusolver-dev-13-0 libcudnn9-dev-cuda-13 \
@@ -60,4 +60,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 USER 1001:1001
 ARG TE_VERSION=2.20.2
-RUN .venv/bin/pip install --no-cache-dir --no-build-isolation "transformer_engine[core_cu13,pytorch]==${TE_VERSION}"
+# The tag 25.09.
+ARG APEX_COMMIT=4bdecd06b3c4b2c0a8fb6603829a8f9f05a42b49
+# Hopper and Blackwell; and compilers at once, which take some GB each.
+ARG CUDA_ARCHS="9.0;10.0"
+ARG MAX_JOBS=4
+RUN export TORCH_CUDA_ARCH_LIST="${CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+    && .venv/bin/pip install --no-cache-dir --no-build-isolation "transformer_engine[core_cu13,pytorch]==${TE_VERSION}" \
+    && .venv/bin/pip install --no-cache-dir --no-build-isolation "git+https://github.com/NVIDIA/apex@${APEX_COMMIT}"

@@ -37,7 +37,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
         rng=place.rng,
         device=place.device,
-        stage=place.ps.stage_group() if config.model.fp8 is not None else None,
+        stage=place.ps.stage_group() if config.model.low_precision is not None else None,
     )
 
 

@@ -1,14 +1,15 @@
-"""What is to be measured on a GPU: training speed beside transformers, checkpoints behind training, a profile.
+"""What is to be run on a GPU: the tests, training speed beside transformers, checkpoints behind training, experts.
 
-    python benchmarks/gpu.py                                  # all of it, on one GPU with 80 GB
+    python benchmarks/gpu.py                          # all of it, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
-    python benchmarks/gpu.py --small --device cpu             # the same program on a tiny model, to see that it works
+    python benchmarks/gpu.py --smoke                  # the same program on a tiny model and the CPU: does it work?
 
-MFU is against the matmul ceiling measured here, by one formula for all. Write results to docs/gpu_results.md with date,
-GPU, torch version and commit.
+MFU is against the matmul ceiling measured here, and the data sheet's, by one formula for all. Write results to
+docs/gpu_results.md with date, GPU, torch version and commit.
 """
 
 import argparse
+import importlib.util
 import re
 import shutil
 import statistics
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.progress import Progress  # noqa: E402
+from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
 from megatron.training.planning.costs import model_flops_per_token  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402
@@ -68,7 +70,24 @@ SMALL = {"small": Shape(2, 128, 384, 4, 2, 1000, 128, 2)}
 
 
 _TE = ["--transformer-impl", "transformer_engine"]
-VARIANTS = {"eager": [], "compile": ["--compile"], "te": _TE, "fp8": [*_TE, "--fp8-format", "hybrid"]}
+_FP8 = [*_TE, "--fp8-format", "hybrid", "--use-distributed-optimizer"]
+_FUSED = ["--apply-rope-fusion", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+VARIANTS = {
+    "eager": [],
+    "compile": ["--compile"],
+    "apex": ["--optimizer-impl", "apex", "--norm-impl", "apex"],
+    "te": _TE,
+    "te fused": [*_TE, *_FUSED],
+    "fp8": _FP8,
+    "fp8 weights": [*_FP8, "--fp8-param-gather"],
+}
+NEEDS = {"apex": "amp_C", "te": "transformer_engine_torch", "fp8": "transformer_engine_torch"}  # by the first word
+DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
+
+
+def available_variants() -> list[str]:
+    needs = {name: NEEDS.get(name.split()[0], "torch") for name in VARIANTS}
+    return [name for name, module in needs.items() if importlib.util.find_spec(module) is not None]
 
 
 def run(command: list[str]) -> str:
@@ -87,15 +106,20 @@ def iteration_times(output: str) -> list[float]:
 def matmul_ceiling(device: str, size: int) -> float:
     """Best FLOP/s of a square bf16 product."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    return 2.0 * size**3 / best_time(lambda: a @ b, device)
+
+
+def best_time(way: Callable[[], object], device: str) -> float:
+    """Seconds, of 20 calls."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     best = float("inf")
     for _ in range(20):
         synchronize()
         start = time.perf_counter()
-        a @ b
+        way()
         synchronize()
         best = min(best, time.perf_counter() - start)
-    return 2.0 * size**3 / best
+    return best
 
 
 def planned_memory(shape: Shape, iterations: int) -> float:
@@ -104,10 +128,40 @@ def planned_memory(shape: Shape, iterations: int) -> float:
     return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
 
 
+def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """What `pytest -m gpu` says last, and which tests failed or were left out."""
+    how = ["--collect-only"] if options.smoke else ["-rfEs"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu", *how]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    return ["tests:", *(f"  {line}" for line in [*lines, *result.stdout.strip().splitlines()[-1:]])]
+
+
+def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """The products of 8 experts, forward and backward: one grouped kernel against one kernel for each."""
+    tokens, hidden, ffn = (64, 32, 48) if options.smoke else (16384, 4096, 14336)
+    x = torch.randn(tokens, hidden, device=options.device).bfloat16()
+    matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
+    counts = torch.full((8,), tokens // 8, device=options.device)
+    parts = counts.tolist()
+    ways: dict[str, Callable[[], object]] = {
+        "grouped": lambda: grouped_product(x, matrices, counts),
+        "loop": lambda: torch.cat([rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]),
+    }
+    times = {name: best_time(way, options.device) for name, way in ways.items()}
+    assert torch.allclose(ways["grouped"](), ways["loop"](), rtol=2e-2, atol=2e-1)  # type: ignore[arg-type]
+    work = 2.0 * tokens * hidden * ffn / 1e12
+    rows = [f"  {name:8s} {1e3 * time:8.3f} ms {work / time:8.3g} TFLOP/s" for name, time in times.items()]
+    return [f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: {has_grouped_kernel(x)}", *rows]
+
+
 def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     """Speed and memory of each model, ours and the peer's, eager and compiled."""
-    ceiling = matmul_ceiling(options.device, 512 if options.small else 8192)
+    ceiling = matmul_ceiling(options.device, 512 if options.smoke else 8192)
+    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    sheet = next((flops for name, flops in DATA_SHEET.items() if name in card), None)
     lines = [f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s"]
+    peers: dict[tuple[str, ...], list[float]] = {}
     for name, shape in models.items():
         config = parse_args(shape.ours(options.iterations), 1).model
         work = model_flops_per_token(config, shape.seq, shape.vocab) * shape.seq * shape.batch
@@ -115,17 +169,19 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
             device = ["--device", options.device]
             output = run(["pretrain_gpt.py", *shape.ours(options.iterations), *device, *VARIANTS[variant]])
             theirs = ["--compile"] if variant != "eager" else []
-            peer = run(["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *device, *theirs])
+            peer = ["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *device, *theirs]
             memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
             assert memory is not None
-            peer_times = [float(line) for line in re.findall(r"^[\d.]+$", peer, re.MULTILINE)]
-            warmed_up = peer_times[options.iterations // 4 :]
-            for who, times in {"ours": iteration_times(output), "transformers": warmed_up}.items():
+            if tuple(peer) not in peers:
+                times = [float(line) for line in re.findall(r"^[\d.]+$", run(peer), re.MULTILINE)]
+                peers[tuple(peer)] = times[options.iterations // 4 :]
+            for who, times in {"ours": iteration_times(output), "transformers": peers[tuple(peer)]}.items():
                 seconds = statistics.median(times) / 1e3
                 speed, tokens = work / seconds, shape.seq * shape.batch / seconds
                 lines.append(
                     f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} tokens/s "
                     f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
+                    + (f", {100 * speed / sheet:.1f} % of the data sheet" if sheet is not None else "")
                 )
             planned = planned_memory(shape, options.iterations)
             lines.append(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
@@ -167,26 +223,29 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     return [f"profile: {name}, one step", *(f"  {row}" for row in rows[:20])]
 
 
-PARTS = {"training": training, "checkpoint": checkpoint, "profile": profile}
+PARTS = {"tests": tests, "training": training, "checkpoint": checkpoint, "experts": experts, "profile": profile}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["eager", "compile"])
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: those that can run here")
     parser.add_argument("--iterations", type=int, default=20, help="of every training run")
     parser.add_argument("--disk", help="an empty directory for checkpoints; default: a temporary one")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny model in place of the others")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU in place of all this")
     options = parser.parse_args()
+    options.device = "cpu" if options.smoke else "cuda"
+    if options.smoke:
+        options.iterations, options.variants = 8, options.variants or ["eager"]
+    options.variants = options.variants or available_variants()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
         parser.error(f"{unknown[0]}: the parts are {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("this PyTorch sees no CUDA device; --small --device cpu tries the program without one")
+        parser.error("this PyTorch sees no CUDA device; --smoke tries the program without one")
 
-    models = SMALL if options.small else {name: MODELS[name] for name in options.models}
+    models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     print(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}", flush=True)

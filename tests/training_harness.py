@@ -54,6 +54,7 @@ class Measurements:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
+    params_norms: list[float | None] = field(default_factory=list)
     experts: list[dict[str, list[float]]] = field(default_factory=list)
     points: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -62,6 +63,7 @@ class Measurements:
         self.grad_norms += [it.grad_norm for it in interval.iterations]
         self.experts += [it.experts for it in interval.iterations]
         self.skipped += [it.skipped for it in interval.iterations]
+        self.params_norms += [it.params_norm for it in interval.iterations]
         self.learning_rates += [it.learning_rate for it in interval.iterations]
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
@@ -87,8 +89,8 @@ def train(rank: int, world_size: int, flags: str, common: str = COMMON) -> Outco
     measured = Measurements()
     config = parse_args(shlex.split(common + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
-    state = model_state(run)
-    state |= run.optimizer.sharded_state_dict(state)
+    model = model_state(run)
+    state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor.clone()) for key, entry in state.items() for box in entry.boxes
     ]

@@ -27,13 +27,10 @@ from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
+    CastSource,
     Options,
     Progress,
-    Shape,
     Source,
-    TensorInfo,
-    TrainingState,
-    full_precision_key,
     no_progress,
     optimizer_states,
 )
@@ -199,38 +196,6 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
     return sum(info.nbytes for info in source.tensors.values())
 
 
-class CastSource:
-    """A source with weights of another dtype, or without the optimizer, as the options say.
-
-    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
-    """
-
-    def __init__(self, source: Source, options: Options) -> None:
-        self._source, self._dtype = source, options.dtype
-        self.description, self.unused = source.description, source.unused
-        self.args = dict(source.args)
-        self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, info in source.tensors.items():
-            if not key.startswith("optimizer.state."):
-                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
-            elif options.optimizer:
-                self.tensors[key] = info
-        if options.dtype is not None:
-            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
-            self.args["params_dtype"] = options.dtype
-        if options.transformer_impl is not None:
-            self.args["transformer_impl"] = options.transformer_impl
-        if not options.optimizer and source.training is not None:
-            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        wanted = self.tensors[key].dtype
-        if wanted != self._source.tensors[key].dtype:
-            key = full_precision_key(key, self._source.tensors)
-        return self._source.read(key, offset, shape).to(wanted)
-
-
 def compare(source: Source, result: Source, progress: Progress = no_progress) -> int:
     """Number of tensors of `result` found bitwise equal to `source`; ValueError names the first that is not."""
     count = 0
@@ -261,7 +226,18 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
         vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers") if same_pipeline else ()
     tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
-    return Layout.of(args["num_layers"], tp, pp, vpp, {name: args.get(name) for name in ends})
+    splits = {name: args.get(name) for name in ends}
+    if (args.get("num_experts") or 0) <= 1:
+        return Layout.of(args["num_layers"], tp, pp, vpp, splits)
+    ep = options.expert_parallel or args.get("expert_model_parallel_size") or 1
+    same_tensor = tp == (args.get("tensor_model_parallel_size") or 1)
+    etp = options.expert_tensor_parallel or (args.get("expert_tensor_parallel_size") if same_tensor else None)
+    if ep == 1 and options.expert_tensor_parallel not in (None, tp):
+        raise ValueError(
+            f"--target-expert-tensor-parallel-size {etp} needs --target-expert-model-parallel-size: legacy files split "
+            f"experts as dense layers, over {tp} ranks, where there is no expert parallelism"
+        )
+    return Layout.of(args["num_layers"], tp, pp, vpp, splits, (ep, etp if ep > 1 else None))
 
 
 def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.boxes import Shape
@@ -65,6 +67,29 @@ def _block_seed(seed: int, key: str, block: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+class Fp8Tensors(Protocol):
+    """Holds the values of a parameter in fp8, in tensors of a back end."""
+
+    tensors: Sequence[torch.Tensor]
+    """One after the other they are the parameter; none before `quantize`."""
+
+    def quantize(self, memory: torch.Tensor) -> None:
+        """The values go to `memory`, uint8, one for each element; the parameter keeps its shape and its gradient."""
+
+    def cast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        main: Sequence[torch.Tensor | None],
+        starts: Sequence[int | None],
+        group: dist.ProcessGroup,
+        rescale: bool,
+    ) -> None:
+        """Fill `tensors` of any such parameters, from their elements `starts` on, with `main`.
+
+        The ranks of `group` have all parts; None is no part. `rescale`: no scale is known of these values yet.
+        """
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """What the optimizer and the gradient reductions must know of a parameter."""
@@ -78,6 +103,7 @@ class ParamInfo:
     row_blocks: tuple[int, ...] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
     expert: bool = False  # split over ETP and EP in place of TP, replicated over EDP in place of DP
     trained: bool = True  # False: no gradient changes it
+    fp8: Fp8Tensors | None = None  # what computes has it in fp8
 
     @property
     def tp_split(self) -> bool:

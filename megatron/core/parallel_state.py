@@ -188,6 +188,11 @@ class ExpertAxes:
         """Number of ranks over which the tokens of a micro batch are split."""
         return math.prod(axis.size for axis in self.tokens)
 
+    @property
+    def all_ranks(self) -> int:
+        """Number of ranks over which the tokens of a step are split."""
+        return math.prod(axis.size for axis in self.everyone)
+
 
 @dataclass(frozen=True)
 class ParallelState:
@@ -237,7 +242,7 @@ class ParallelState:
         if self.config.pp_size == 1:
             return None
         (ranks,) = _groups_along(self.config, self.world_size, self.rank, "tp", "cp", "dp")
-        return _stage_group(ranks)
+        return group_of(ranks)
 
     def is_first_chunk(self, chunk: int) -> bool:
         """Whether the model begins in this rank's `chunk`: it has the embedding."""
@@ -287,9 +292,14 @@ class ParallelState:
         return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]
 
 
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that is no axis. Collective on its ranks when first asked for."""
+    return _group_in(dist.group.WORLD, ranks)
+
+
 @functools.cache
-def _stage_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="stage")
+def _group_in(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:

@@ -20,6 +20,7 @@ from megatron.core.models import chunk_places
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.layer_spec import layer_spec
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
     save_checkpoint,
@@ -117,6 +118,8 @@ def build_run(
     # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
+    tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
+    layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
     chunks = build_chunks(config, ps, rng, model_provider)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     return Run(

@@ -12,10 +12,9 @@ from tests import ROOT
 
 @pytest.mark.slow
 def test_all_parts():
-    flags = ["--small", "--device", "cpu", "--variants", "eager", "--iterations", "8"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     result = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "benchmarks/gpu.py", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
     text = result.stdout
@@ -23,4 +22,5 @@ def test_all_parts():
     assert re.search(r"small transformers +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
     assert re.search(r"peak memory [\d.]+ GB, of tensors as planned 0\.0\d+ GB", text)
     assert re.search(r"every 10 iterations, 4 saves", text) and re.search(r"blocking per save: \d+ ms", text)
-    assert "aten::mm" in text
+    assert re.search(r"\d+/\d+ tests collected", text)
+    assert re.search(r"grouped +[\d.]+ ms", text) and "aten::mm" in text

@@ -187,6 +187,18 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, mod
     check(model, pool.run(train, processes, model, load), first=6)
 
 
+@pytest.mark.parametrize("layout", some(["ep2", "tp2_ep2_etp2"], {"ep2"}))
+def test_legacy_files_of_a_run(pool, tmp_path, archives, layout):
+    """`mp_rank_TT_EEE`, with an optimizer for dense layers and one for experts: the run goes on from them."""
+    start = f"--load {archives(MIXTRAL, 'initial')} --finetune --no-load-optim --no-load-rng"
+    cache, (processes, flags) = f"--data-cache-path {tmp_path / 'cache'}", LAYOUTS[layout]
+    save = f"--save {tmp_path / 'saved'} --save-interval 5 --exit-interval 5 --ckpt-format torch"
+    pool.run(train, processes, MIXTRAL, f"{flags} {start} {cache} {save}")
+    names = {path.name for path in (tmp_path / "saved/iter_0000005").glob("mp_rank_*")}
+    assert len(names) == processes and "mp_rank_00_001" in names
+    check(MIXTRAL, pool.run(train, processes, MIXTRAL, f"{flags} --load {tmp_path / 'saved'} {cache}"), first=6)
+
+
 FORMS = [
     (DEEPSEEK, "tp2ep2etp1_dp_reshardable", "single"),
     (MIXTRAL, "ep2_nodistopt_legacy", "tp2_ep2_etp2"),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.convert import convert, open_checkpoint
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,6 +38,9 @@ WAYS = {  # processes, model, flags
     "documents": (1, "llama", "--reset-attention-mask --eod-mask-loss"),
     "window_qk_norm_1p": (1, "llama", "--window-size 5,0 --qk-layernorm --apply-layernorm-1p"),
     "latent_tp2_sp": (2, "gpt2", LATENT + LAYOUTS["tp2_sp"][1]),
+    "cp2": (2, "llama", LAYOUTS["cp2"][1]),
+    "cp2_gathered_window": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type all_gather --window-size 5,0"),
+    "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a --reset-attention-mask"),
     "experts": (1, "llama", EXPERTS),
     "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
                         "--expert-tensor-parallel-size 1"),
@@ -65,7 +68,7 @@ def local(pool, world_size, flags):
     return pool.run(train, world_size, flags)
 
 
-ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "experts_tp2_ep2"}
+ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "cp2", "experts_tp2_ep2"}
 
 
 @pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
@@ -138,6 +141,80 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
         assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
 
 
+def test_kernels_of_loss_and_rotation(pool):
+    """At TP2, where the vocabulary has padding."""
+    flags = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --make-vocab-size-divisible-by 64 "
+    fused = f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --apply-rope-fusion "
+    expected = local(pool, 2, flags)[0].measured
+    (mine, _, _), _ = pool.run(train_with_stand_in, 2, flags + fused)
+    assert mine.measured.losses == pytest.approx(expected.losses, rel=2e-5)
+    assert mine.measured.grad_norms == pytest.approx(expected.grad_norms, rel=2e-5)
+
+
+def user_buffers(rank, world_size, flags):
+    _, told, _ = train_with_stand_in(rank, world_size, flags)
+    te = importlib.import_module("transformer_engine.pytorch")
+    ((shape, tp_size, modes, *others),) = te.USER_BUFFERS
+    te.USER_BUFFERS.clear()
+    return (shape, tp_size, [mode.name for mode in modes], *others), {call["overlaps"] for call in told}
+
+
+def test_user_buffers_of_tensor_parallelism(pool, tmp_path):
+    config = tmp_path / "overlap.yaml"
+    config.write_text("qkv_fprop: {method: ring_exchange}")
+    flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
+    overlap = "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo --tp-comm-overlap-cfg "
+    (made, told), _ = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
+    shape, tp_size, modes, dtype, ub_cfgs, backend = made
+    assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
+    assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and sorted(modes) == ["FP8", "NONE"]
+    overlaps = (True, True, False, False, True)  # all-gather, reduce-scatter, not its dgrad; bulk wgrad, not dgrad
+    assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
+
+
+FP8_WEIGHTS = f"{FP8} --fp8-param-gather --log-params-norm {LAYOUTS['dp2_distributed_optimizer'][1]} "
+
+
+def stored(directory, step):
+    """The tensors of a checkpoint, whole."""
+    source = open_checkpoint(directory / f"iter_{step:07d}")
+    return {key: source.read(key, (0,) * len(info.shape), info.shape) for key, info in source.tensors.items()}
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)])
+def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
+    """--fp8-param-gather: losses of fp8, a bitwise resume; and from and to bf16, with the optimizer and without."""
+    model = f"--mock-data --train-iters 6 {MODELS['llama']} {more} "
+    save = f"--save {tmp_path} --save-interval 3 "
+    (straight, told, scales), _ = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} {save}")
+    assert all(call["fused"] for call in told) and {call.get("primary") for call in told} >= {True}
+    ((plain, _, _),) = pool.run(train_with_stand_in, 1, f"{model} {FP8} --log-params-norm")
+    assert straight.measured.losses == pytest.approx(plain.measured.losses, abs=0.03)
+    assert straight.measured.params_norms == pytest.approx(plain.measured.params_norms, rel=1e-2)
+
+    tensors = stored(tmp_path, 3)
+    for key in [key for key in tensors if f"optimizer.state.param.{key}" in tensors]:
+        assert torch.equal(tensors[key], tensors[f"optimizer.state.param.{key}"].bfloat16()), key
+
+    def resumed(flags, ranks=2):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+        (outcome, _, found), *_ = pool.run(train_with_stand_in, ranks, f"{model} {flags} --load {tmp_path}")
+        return outcome.measured.losses, found
+
+    last = straight.measured.losses[3:]
+    assert resumed(FP8_WEIGHTS) == (last, scales)
+    for flags in ("--bf16", TE + "--bf16", FP8):
+        assert resumed(flags, ranks=1)[0] == pytest.approx(last, abs=0.03), flags
+    plain = f"{model} --bf16 --save {tmp_path} --ckpt-step 3 --load {tmp_path} --exit-interval 4 "
+    (bf16,) = pool.run(train, 1, plain)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    back = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path}")[0][0]
+    assert bf16.measured.losses + back.measured.losses == pytest.approx(last, abs=0.03)
+    weights = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune")[0][0]
+    (expected,) = pool.run(train, 1, f"{model} --bf16 --load {tmp_path} --finetune")
+    assert weights.measured.losses == pytest.approx(expected.measured.losses, abs=0.03)
+
+
 def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     monkeypatch.delitem(sys.modules, "megatron.core.transformer.te_layers", raising=False)
@@ -154,6 +231,13 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
         ("--bf16 --fp8-format hybrid --transformer-impl local", "--fp8-format hybrid needs --transformer-impl"),
         ("--fp8-format hybrid", "--fp8-format hybrid needs --bf16"),
         ("--bf16 --fp8-format e4m3 --hidden-size 40", "--hidden-size 40 is not a multiple of 16"),
+        ("--transformer-impl local --cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "te needs --transf"),
+        (f"{TE} --apply-rope-fusion --position-embedding-type rope --rope-type yarn", "neither scales"),
+        (f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather", "needs --use-distributed-optimizer"),
+        (f"{TE} --bf16 --fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
+        (f"{TE} --bf16 --fp8-format e4m3 --fp4-format e2m1", "exclude each other"),
+        (f"{TE} --bf16 --fp4-format e2m1 --disable-bias-linear {EXPERTS}", "does not support experts"),
+        (f"{TE} --bf16 --fp8-format e4m3 --no-fp8-wgrad", "no longer has"),
         (f"{TE} --context-parallel-size 2 --reset-attention-mask", "--reset-attention-mask with --cp-comm-type p2p"),
     ],
 )

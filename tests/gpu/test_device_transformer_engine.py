@@ -1,9 +1,16 @@
-"""Transformer Engine's kernels against torch's: losses, recipes of fp8, and resumes between them."""
+"""Transformer Engine's kernels against torch's: losses, recipes of fp8 and fp4, and resumes between them."""
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
+from megatron.core.dist_checkpointing.loading.reader import Reader
+from tests import ROOT
 from tests.training_harness import COMMON, LLAMA, train
 
 pytestmark = [
@@ -14,6 +21,9 @@ WIDER = COMMON.replace("--hidden-size 32", "--hidden-size 256").replace("--seq-l
 MODEL = LLAMA.replace("--ffn-hidden-size 48", "--ffn-hidden-size 512")
 TE = "--transformer-impl transformer_engine "
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 "
+FUSED = "--apply-rope-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
+WEIGHTS = "--use-distributed-optimizer --fp8-param-gather "
+DELAYED = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --deterministic-mode "
 
 
 def losses(rank, world_size, flags, iterations=50):
@@ -21,32 +31,81 @@ def losses(rank, world_size, flags, iterations=50):
     return train(rank, world_size, flags, WIDER).measured.losses
 
 
-@pytest.mark.parametrize("more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS])
+@pytest.mark.parametrize("more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED])
 def test_bf16_curves_agree(pool, more):
-    (expected,), (measured,) = (pool.run(losses, 1, flags + more, timeout=300) for flags in ("", TE))
+    (expected,) = pool.run(losses, 1, more.replace(FUSED, ""), timeout=300)
+    (measured,) = pool.run(losses, 1, TE + more, timeout=300)
     assert measured == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
-def test_fp8_follows_bf16(pool, recipe):
+SUPPORT = {"blockwise": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+
+
+@pytest.mark.parametrize("more", ["", WEIGHTS])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
+def test_narrow_formats_follow_bf16(pool, recipe, more):
     te = pytest.importorskip("transformer_engine.pytorch")
-    available = {"blockwise": "check_fp8_block_scaling_support", "mxfp8": "check_mxfp8_support"}
+    if more and recipe in ("mxfp8", "nvfp4"):
+        pytest.skip("--fp8-param-gather is refused")
     checks = getattr(te, "quantization", None) or te.fp8
-    if recipe in available and not getattr(checks, available[recipe])()[0]:
+    if recipe in SUPPORT and not getattr(checks, f"check_{SUPPORT[recipe]}_support")()[0]:
         pytest.skip(f"this GPU has no {recipe}")
     (expected,) = pool.run(losses, 1, "", timeout=300)
-    fp8 = (
-        f"{TE} --fp8-format {'e4m3' if recipe == 'mxfp8' else 'hybrid'} --fp8-recipe {recipe} --first-last-layers-bf16"
-    )
-    (measured,) = pool.run(losses, 1, fp8, timeout=300)
+    fp8 = f"--fp8-format {'hybrid' if recipe in ('delayed', 'tensorwise') else 'e4m3'} --fp8-recipe {recipe}"
+    narrow = "--fp4-format e2m1" if recipe == "nvfp4" else fp8
+    (measured,) = pool.run(losses, 1, f"{TE} {narrow} {more} --first-last-layers-bf16", timeout=300)
     assert measured == pytest.approx(expected, rel=5e-2)
 
 
-def test_fp8_resumes_bitwise_and_goes_on_in_bf16(pool, tmp_path):
-    fp8 = f"{TE} --fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max --deterministic-mode "
+@pytest.mark.parametrize("more", ["", WEIGHTS])
+def test_fp8_resumes_bitwise_and_goes_on_in_bf16(pool, tmp_path, more):
+    """The scales that it goes on with are, at the end of both runs, the same bits."""
+    fp8 = f"{TE} --fp8-format hybrid {DELAYED} {more} "
     saving = f"{fp8} --save {tmp_path} --save-interval 5"
     (straight,) = pool.run(losses, 1, saving, 10, timeout=300)
+    expected = extra_states(tmp_path / "iter_0000010")
+    assert expected
     for flags, tolerance in ((fp8, 0.0), ("", 2e-2), (TE, 2e-2)):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
         (again,) = pool.run(losses, 1, f"{flags} --load {tmp_path}", 10, timeout=300)
         assert again == pytest.approx(straight[5:], rel=tolerance, abs=0.0)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    elsewhere = tmp_path / "again"
+    pool.run(losses, 1, f"{fp8} --load {tmp_path} --save {elsewhere}", 10, timeout=300)
+    found = extra_states(elsewhere / "iter_0000010")
+    assert found.keys() == expected.keys()
+    for key, state in expected.items():
+        assert all(torch.equal(found[key][name], value) for name, value in state.items() if name != "recipe"), key
+
+
+def extra_states(directory):
+    reader = Reader(directory)
+    states = {key: reader.read_object(key) for key in reader.metadata.objects if "_extra_state" in key}
+    return {key: state for key, state in states.items() if isinstance(state, dict)}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("more", ["p2p", "all_gather", "a2a --reset-attention-mask"])
+def test_context_parallelism(more):
+    """Two ranks with halves of the sequences, over the attention of Transformer Engine."""
+    more = f"--cp-comm-type {more}"
+    whole = logged_losses(1, more)
+    assert logged_losses(2, f"{TE} --context-parallel-size 2 {more}") == pytest.approx(whole, rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+def test_overlapped_tensor_parallelism():
+    """User buffers over NVLink; UB_SKIPMC for what has no multicast."""
+    split = "--tensor-model-parallel-size 2 --sequence-parallel"
+    expected = logged_losses(2, split)
+    assert logged_losses(2, f"{TE} {split} --tp-comm-overlap") == pytest.approx(expected, rel=1e-2)
+
+
+def logged_losses(ranks, flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["pretrain_gpt.py", *f"{WIDER}{MODEL} --bf16 --mock-data --train-iters 10 {flags}".split()]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [float(loss) for loss in re.findall(r"lm loss: (\d\.\d+E[+-]\d+)", result.stdout)]

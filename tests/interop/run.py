@@ -5,8 +5,8 @@
     python tests/interop/run.py megatron-core-0.19=/path/to/python deepspeed=/path/to/python    what is installed there
 
 The environments are kept in `.venv-interop/` and made anew when the packages change, beside the sources of Megatron-LM
-(MEGATRON_LM_SOURCE names a checkout that exists). A peer that needs a newer Python than there is, is skipped, with the
-reason.
+and apex (MEGATRON_LM_SOURCE and APEX_SOURCE name checkouts that exist). A peer that needs a newer Python than there is,
+is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Peer:
     packages: tuple[str, ...]
     check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
-    source: str = ""  # the tag of Megatron-LM whose training program `check(python, work, source)` runs
+    source: str = ""  # REPOSITORY@TAG at NVIDIA's GitHub, which `check(python, work, source)` needs
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
@@ -100,6 +100,11 @@ def check_transformer_engine(python: Path, work: Path) -> None:
         run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
 
 
+def check_apex(python: Path, work: Path, source: Path) -> None:
+    """Its Python, over stand-ins of its kernels."""
+    run(OURS, HERE / "apex_check.py", source)
+
+
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
     """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
     target.mkdir()
@@ -139,18 +144,25 @@ MEGATRON_LM_RUNS = {  # name -> (format, model, our layout, its layouts without 
     "gpt2-bf16": ("torch_dist", "--bf16", PP2, (TP2,), 1e-3),
     "llama-legacy": ("torch", MEGATRON_LM_LLAMA, TP2, (TP2,), 1e-5),
 }
+MEGATRON_LM_016, MEGATRON_LM_019 = "Megatron-LM@core_v0.16.1", "Megatron-LM@core_v0.19.0"
 TRAINER = ("six", "regex", "pyyaml", "pydantic", "tqdm", "tensorboard")  # what it imports beside megatron-core
 PEERS = {
     "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
     "megatron-core-0.16": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
     "megatron-core-0.19": Peer(("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)),
     "megatron-lm-0.16": Peer(
-        ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER), check_megatron_lm, source="core_v0.16.1"
+        ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER),
+        check_megatron_lm,
+        source="Megatron-LM@core_v0.16.1",
     ),
     "megatron-lm-0.19": Peer(
-        ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER), check_megatron_lm, (3, 12), "core_v0.19.0"
+        ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER),
+        check_megatron_lm,
+        (3, 12),
+        "Megatron-LM@core_v0.19.0",
     ),
     "transformer-engine": Peer((), check_transformer_engine),
+    "apex": Peer((), check_apex, source="apex@25.09"),
 }
 
 
@@ -177,14 +189,15 @@ def environment(name: str, peer: Peer) -> Path | None:
     return python
 
 
-def checkout(tag: str) -> Path:
-    """The sources of Megatron-LM at this tag."""
-    folder = ENVIRONMENTS / f"Megatron-LM-{tag}"
-    if existing := os.environ.get("MEGATRON_LM_SOURCE"):
+def checkout(source: str) -> Path:
+    """The sources of a repository at a tag."""
+    repository, tag = source.split("@")
+    folder = ENVIRONMENTS / f"{repository}-{tag}"
+    if existing := os.environ.get(f"{repository.upper().replace('-', '_')}_SOURCE"):
         return Path(existing)
-    if not (folder / "pretrain_gpt.py").exists():
+    if not (folder / "setup.py").exists() and not (folder / "pretrain_gpt.py").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        clone = ("clone", "-q", "--depth", "1", "--branch", tag, "https://github.com/NVIDIA/Megatron-LM", str(folder))
+        clone = ("clone", "-q", "--depth", "1", "--branch", tag, f"https://github.com/NVIDIA/{repository}", str(folder))
         subprocess.run(["git", *clone], check=True)
     return folder
 

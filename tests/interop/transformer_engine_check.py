@@ -11,6 +11,7 @@ makes (recorded over tests/te_stand_in) binds to the real signatures; every reci
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import os
@@ -29,10 +30,14 @@ sys.path[:0] = [*sys.argv[1:], str(REPOSITORY)]
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.models import GPTModel  # noqa: E402
+from megatron.core.module import param_info  # noqa: E402
 from megatron.core.parallel_state import Axis, ExpertAxes  # noqa: E402
+from megatron.core.tensor_parallel import TensorParallelRng  # noqa: E402
+from megatron.core.transformer.context_parallel import ContextParallel  # noqa: E402
 from megatron.core.transformer.layer_spec import layer_spec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -43,7 +48,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "num_experts": 4,
                 "position_embedding_type": "rope"},
 }  # fmt: skip
-RECIPES = [("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"), ("mxfp8", "e4m3")]
+RECIPES = [
+    {"fp8": "hybrid", "fp8_margin": 1}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    {"fp8": "e4m3", "fp8_recipe": "blockwise"}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"fp4": "e2m1"},
+]  # fmt: skip
 
 
 class Inert(types.ModuleType):
@@ -109,6 +117,10 @@ def import_without_kernels() -> types.ModuleType:
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
     compiled = sys.modules["transformer_engine_torch"] = Inert("transformer_engine_torch")
+    tensors = [f"GEMM{product}_{what}" for product in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")]
+    gradients = [f"GRAD_{what}{product}" for product in (1, 2, 3) for what in ("OUTPUT", "INPUT")]
+    compiled.FP8BwdTensors = enum.IntEnum("FP8BwdTensors", gradients, start=0)
+    compiled.FP8FwdTensors = enum.IntEnum("FP8FwdTensors", tensors, start=0)  # indices of scales
     sys.meta_path.insert(0, InertFinder())
     pytorch = Path(common.__file__ or "").parents[1] / "pytorch"
     for name, file, python in (
@@ -199,9 +211,27 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 
     for name, forward in kept.items():
         getattr(te, name).forward = stand_in(name, forward)
+    adapter: Any = importlib.import_module("megatron.core.transformer.te_layers")
+    rope, loss = adapter.apply_rotary_pos_emb, te.parallel_cross_entropy
+    # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes after its context.
+    own = getattr(loss, "__self__", None)
+    takes_loss, context = (inspect.signature(loss), ()) if own is None else (inspect.signature(own.forward), (None,))
+
+    def bind_rope(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        inspect.signature(rope).bind(x, *args, **options)
+        calls.add(("rope", "call", tuple(sorted(options)), len(args)))
+        return x
+
+    def bind_loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any) -> torch.Tensor:
+        takes_loss.bind(*context, logits, labels, *args)
+        calls.add(("loss", "call", (), len(args)))
+        return logits[..., 0].float()
+
+    adapter.apply_rotary_pos_emb, te.parallel_cross_entropy = bind_rope, bind_loss
     try:
         yield
     finally:
+        adapter.apply_rotary_pos_emb, te.parallel_cross_entropy = rope, loss
         for name, forward in kept.items():
             getattr(te, name).forward = forward
 
@@ -211,9 +241,11 @@ def check_calls(te: types.ModuleType) -> int:
     calls: set[tuple[str, str, tuple[str, ...], int]] = set()
     documents = torch.ones(2, 1, 16, 16, dtype=torch.bool).triu(1)
     documents[:, :, 8:, :8] = True
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     cases: list[tuple[str, dict[str, Any], torch.Tensor | None]] = [
         ("llama", {}, None), ("llama", {"window_size": (5, 0)}, documents), ("gpt2", {}, None),
         ("gpt2", {"position_embedding_type": "alibi"}, None), ("mixtral", {"fp8": "hybrid"}, None),
+        ("llama", {"apply_rope_fusion": True, **fused}, None),
     ]  # fmt: skip
     with recorded(te, calls), torch.no_grad():
         for name, more, mask in cases:
@@ -229,14 +261,11 @@ def check_calls(te: types.ModuleType) -> int:
 def check_functions(te: types.ModuleType) -> None:
     """What is called besides modules."""
     adapter = importlib.import_module("megatron.core.transformer.te_layers")
-    for name, fp8 in RECIPES:
-        config = TransformerConfig(
-            2, 64, 4, bf16=True, fp8=fp8, fp8_recipe=name, transformer_impl="transformer_engine", fp8_margin=1
-        )
-        precision = adapter.TEPrecision(config, None)
-        made = precision._recipe
-        assert made.delayed() == (name == "delayed"), made
-        if name == "delayed":
+    for options in RECIPES:
+        config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options)
+        made = adapter.TEPrecision(config, None)._recipe
+        if made.delayed():
+            assert options is RECIPES[0]
             assert (made.margin, made.amax_history_len, made.amax_compute_algo) == (1, 1, "most_recent")
     for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
         inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
@@ -246,14 +275,95 @@ def check_functions(te: types.ModuleType) -> None:
     assert '"use_reentrant"' in source or "'use_reentrant'" in source
 
 
+class OnTheCPU(TorchFunctionMode):
+    """Scales are made on the device that there is."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if torch.device(options.get("device") or "cpu").type == "cuda":
+            options["device"] = "cpu"
+        return function(*args, **options)
+
+
+def check_fp8_weights(te: types.ModuleType) -> int:
+    """--fp8-param-gather: what is taken from a module that is made for it, and the functions that fill its weights."""
+    tensor, count = importlib.import_module("transformer_engine.pytorch.tensor"), 0
+    inspect.signature(tensor.replace_raw_data).bind("tensor", "memory")
+    inspect.signature(tensor.cast_master_weights_to_fp8).bind(["tensor"], ["main"], [0], "group")
+    for options in RECIPES[:3]:
+        for name in ("llama", "mixtral"):
+            with OnTheCPU():
+                model = build("transformer_engine", 1, 0, **MODELS[name], **options, fp8_param_gather=True)
+            for owner in model.modules():
+                fp8 = param_info(owner.weight).fp8 if hasattr(owner, "engine") else None  # type: ignore
+                if fp8 is None:
+                    continue
+                module: Any = owner.engine.module  # type: ignore[union-attr]
+                made = module.fp8_meta["recipe"]
+                assert module.primary_weights_in_fp8 and made.delayed() == (options is RECIPES[0])
+                for weight in [weight for weight in module._parameters if weight.startswith("weight")]:
+                    slot = owner.engine.about_parameters[weight].fp8_meta_index  # type: ignore[union-attr]
+                    quantizer = module.quantizers["scaling_fwd"][slot]
+                    assert isinstance(quantizer.internal, bool) and callable(quantizer)
+                    inspect.signature(quantizer.set_usage).bind(rowwise=True, columnwise=True)
+                    if made.delayed():
+                        scales = module.fp8_meta["scaling_fwd"].scale
+                        quantizer.scale.fill_(2.0)  # it is a view: of the scale of this weight
+                        assert scales[slot] == 2.0
+                        assert quantizer.amax.numel() == 1
+                    count += 1
+    assert "_get_quantizer" in dir(
+        importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor").Float8Tensor
+    )
+    return count
+
+
+def check_overlap(te: types.ModuleType) -> int:
+    """--tp-comm-overlap: every module takes its options, and its buffers are set up."""
+    bound: list[Any] = []
+    setup, te.initialize_ub = inspect.signature(te.initialize_ub), lambda **o: bound.append(setup.bind(**o))
+    overlap = {"tp_comm_overlap": True, "fp8": "hybrid", "first_last_layers_bf16": True}
+    config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", **overlap)
+    layer_spec(config).set_up(config, 32, 2)
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
+    base._ub_initialized = True  # newer releases insist on this order
+    model = build("transformer_engine", 2, 0, **MODELS["llama"], **overlap)
+    assert bound[0].arguments["quantization_modes"] == [te.UserBufferQuantizationMode.NONE]
+    engines: list[Any] = [module.engine.module for module in model.modules() if hasattr(module, "engine")]
+    named = [engine for engine in engines if getattr(engine, "ub_name", None) is not None]
+    assert sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"] and len(named) == 8
+    for engine in named:
+        column = engine.parallel_mode == "column"
+        assert (engine.ub_overlap_ag_fprop, engine.ub_overlap_rs_fprop) == (column, not column), engine.ub_name
+        assert engine.ub_bulk_dgrad == column and engine.ub_bulk_wgrad == column, engine.ub_name
+    return len(named)
+
+
+def check_context_parallel(te: types.ModuleType) -> None:
+    adapter = importlib.import_module("megatron.core.transformer.te_layers")
+    config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0)
+    group: Any = object()
+    torch.cuda.Stream = object  # type: ignore[assignment, misc]
+    for comm_type in ("p2p", "all_gather", "a2a"):
+        cp = ContextParallel(Axis(0, 2, (0, 1), group), comm_type)
+        module = adapter.TECoreAttention(config, tp=Axis(), rng=TensorParallelRng(0, 0, None), cp=cp).module
+        whole = comm_type == "a2a"  # our exchange of heads is around it
+        assert module.num_attention_heads == (2 if whole else 4)
+        core = module.flash_attention if hasattr(module, "flash_attention") else module
+        assert module.cp_group is (None if whole else group) and module.cp_comm_type == comm_type, core
+
+
 def main() -> None:
     te = import_without_kernels()
     found = {f"{name} TP{tp}": check_model(name, tp) for name in MODELS for tp in (1, 2, 4)}
     calls = check_calls(te)
     check_functions(te)
+    check_context_parallel(te)
+    weights, overlaps = check_fp8_weights(te), check_overlap(te)
     print(
         f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of {len(found)} models "
-        f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes"
+        f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes, "
+        f"{weights} weights can be in fp8, {overlaps} modules overlap"
     )
 
 

@@ -44,6 +44,8 @@ TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "--target-tensor-parallel-size": ("tensor_parallel", "legacy universal", AS_SOURCE, INT),
     "--target-pipeline-parallel-size": ("pipeline_parallel", "legacy", AS_SOURCE, INT),
     "--target-virtual-pipeline-parallel-size": ("virtual_pipeline_parallel", "legacy", "model chunks per stage", INT),
+    "--target-expert-model-parallel-size": ("expert_parallel", "legacy", AS_SOURCE, INT),
+    "--target-expert-tensor-parallel-size": ("expert_tensor_parallel", "legacy", AS_SOURCE, INT),
     "--dtype": ("dtype", ALL, "of the weights; default: as the source", {"choices": [*DTYPES]}),
     "--save-optim-sidecar": ("optim_sidecar", "hf", "keep the optimizer beside the model", SWITCH),
     "--max-shard-size": ("max_shard_size", "hf", "largest file; default: 5GB", {}),

@@ -63,10 +63,10 @@ class Family:
 
     model_type: str
     architecture: str  # the class with the language model head
-    layers: str  # the names of layers begin with it
     rows: Mapping[str, Row]
     rules: tuple[Rule, ...]
     harmless: tuple[str, ...] = ()  # fields of this family that change nothing
+    layers: str = "model.layers."  # the names of layers begin with it
     whole_heads: bool = False  # transformers insists that heads divide hidden_size, whatever head_dim is
 
     @property
@@ -130,7 +130,6 @@ _LLAMA_RULES = (
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    "model.layers.",
     LLAMA_ROWS,
     (
         *_LLAMA_RULES,
@@ -145,14 +144,12 @@ LLAMA = Family(
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    "model.layers.",
     LLAMA_ROWS,
     (*_LLAMA_RULES, query_groups(8), head_dim(), _NO_BIAS, sliding_window(4096), implied(qk_layernorm=False)),
 )
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    "model.layers.",
     PHI3_ROWS,
     (
         *_GATED_RMS_RULES,
@@ -170,7 +167,6 @@ PHI3 = Family(
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    "model.layers.",
     LLAMA_ROWS,
     (
         *_LLAMA_RULES,
@@ -184,7 +180,6 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    "model.layers.",
     QWEN3_ROWS,
     (
         *_LLAMA_RULES,
@@ -209,7 +204,6 @@ _OLMO_RULES = (
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    "model.layers.",
     OLMO2_ROWS,
     (*_OLMO_RULES, implied(norm_placement="post")),
 )
@@ -230,7 +224,6 @@ _OF_GEMMA = ("cache_implementation", "hidden_act")
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
-    "model.layers.",
     GEMMA_ROWS,
     (
         *_GEMMA_RULES,
@@ -246,7 +239,6 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    "model.layers.",
     GEMMA_ROWS,
     (
         *_GEMMA_RULES,
@@ -270,7 +262,6 @@ _QWEN_EXPERT_RULES = (
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    "model.layers.",
     MIXTRAL_ROWS,
     (
         *_LLAMA_RULES,
@@ -288,7 +279,6 @@ MIXTRAL = Family(
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    "model.layers.",
     LLAMA_ROWS,
     (
         *QWEN2.rules,
@@ -298,11 +288,10 @@ QWEN2_MOE = Family(
         fixed("qkv_bias", True),
     ),
 )
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "model.layers.", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    "model.layers.",
     LLAMA_ROWS,
     (
         *_OLMO_RULES,
@@ -316,7 +305,6 @@ OLMOE = Family(
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    "model.layers.",
     DEEPSEEK_V3_ROWS,
     (
         *_GATED_RMS_RULES,
@@ -365,7 +353,6 @@ _LAYER_NORM_RULES: tuple[Rule, ...] = (
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
-    "transformer.h.",
     GPT2_ROWS,
     (
         *_LAYER_NORM_RULES,
@@ -380,11 +367,11 @@ GPT2 = Family(
         fixed("reorder_and_upcast_attn", False, written=True),
         implied(position_embedding_type="learned_absolute", embedding_layernorm=False),
     ),
+    layers="transformer.h.",
 )
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
-    "transformer.h.",
     BLOOM_ROWS,
     (
         *_LAYER_NORM_RULES,
@@ -406,6 +393,7 @@ BLOOM = Family(
         "skip_bias_add",
         "skip_bias_add_qkv",
     ),
+    layers="transformer.h.",
 )
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),

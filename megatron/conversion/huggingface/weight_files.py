@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import torch
 
 from megatron.conversion.model_space.pieces import run_jobs, write_at
 from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
 from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
+from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.durable_files import committed, write_json
@@ -58,13 +58,12 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
-        self._starts: dict[str, int] = {}
-        with schema.open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+        self._stored: dict[str, FileTensor] = {}
+        with schema.open_file(path) as file:
+            size, length = file.size, int.from_bytes(file.read(0, 8), "little")
             if size < 8 or length > min(_MAX_HEADER, size - 8):
                 raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
-            header = schema.parse_json(file.read(length), f"{path}: the header", object_pairs_hook=self._once)
+            header = schema.parse_json(file.read(8, length), f"{path}: the header", object_pairs_hook=self._once)
         end = 8 + length
         for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
             end = self._add(name, entry, 8 + length, end)
@@ -88,44 +87,24 @@ class SafetensorsFile:
         if base + start != expected:
             raise ValueError(f"{self.path}: {name!r} begins at byte {base + start}, the one before ends at {expected}")
         self.tensors[name] = info
-        self._starts[name] = base + start
+        self._stored[name] = FileTensor(self.path, base + start, info.dtype, info.shape)
         return base + int(stop)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """The box of `name` at `offset` with extent `shape`."""
-        info = self.tensors[name]
-        result = torch.empty(shape, dtype=info.dtype)
-        if not result.numel():
-            return result
-        # Opened for each read: a model may have more shards than a process may have open files.
-        with self.path.open("rb", buffering=0) as file:
-            if shape[1:] == info.shape[1:]:
-                row = math.prod(info.shape[1:]) * info.dtype.itemsize
-                self._fill(file, result, self._starts[name] + (offset[0] * row if offset else 0))
-            else:
-                self._fill_columns(file, result, name, offset)
-        return result
-
-    def _fill_columns(self, file: BinaryIO, result: torch.Tensor, name: str, offset: Shape) -> None:
-        """Whole rows are read in blocks: one large read beats many small ones."""
-        info = self.tensors[name]
-        row = math.prod(info.shape[1:]) * info.dtype.itemsize
-        rows = max(1, _BLOCK // row)
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], result.shape[1:], strict=True))
-        for first in range(0, len(result), rows):
-            part = result[first : first + rows]
-            block = torch.empty((len(part), *info.shape[1:]), dtype=info.dtype)
-            self._fill(file, block, self._starts[name] + (offset[0] + first) * row)
+        # The file is opened for each read: a model may have more shards than a process may have open files.
+        stored, first = self._stored[name], offset[0] if offset else 0
+        row = math.prod(stored.shape[1:])
+        if shape[1:] == stored.shape[1:]:
+            return stored.read_flat(first * row, math.prod(shape)).view(shape)
+        # Of columns whole rows are read in blocks: one large read beats many small ones.
+        result = torch.empty(shape, dtype=stored.dtype)
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+        for part in result.split(max(1, _BLOCK // (row * stored.dtype.itemsize))):
+            block = stored.read_flat(first * row, len(part) * row).view(len(part), *stored.shape[1:])
             part.copy_(block[(slice(None), *columns)])
-
-    def _fill(self, file: BinaryIO, tensor: torch.Tensor, position: int) -> None:
-        view = tensor.view(-1).view(torch.uint8).numpy().data
-        file.seek(position)
-        while view:
-            count = file.readinto(view)  # type: ignore[attr-defined]
-            if not count:
-                raise ValueError(f"{self.path} ended {len(view)} bytes too early: it was truncated while being read")
-            view = view[count:]
+            first += len(part)
+        return result
 
 
 class SafetensorsWriter:
@@ -171,12 +150,6 @@ class SafetensorsWriter:
         assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"
 
 
-class TensorFile(Protocol):
-    tensors: dict[str, TensorInfo]
-
-    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor: ...
-
-
 class TorchFile:
     """`pytorch_model.bin` of old repositories, read without running anything."""
 
@@ -189,6 +162,7 @@ class TorchFile:
         return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
 
 
+TensorFile = SafetensorsFile | TorchFile
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
 _KINDS = (("model.safetensors", SafetensorsFile), ("pytorch_model.bin", TorchFile))
 
@@ -210,7 +184,7 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
     )
 
 
-def _open_shards(directory: Path, index: Path, kind: type[SafetensorsFile] | type[TorchFile]) -> dict[str, TensorFile]:
+def _open_shards(directory: Path, index: Path, kind: type[TensorFile]) -> dict[str, TensorFile]:
     weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
     paths = {name: schema.named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, path in paths.items() if not path.exists()]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.source import COMMON, TrainingState
+from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.parallel_state import ParallelConfig
+from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
@@ -253,24 +254,28 @@ def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
     return f"rng_state/shard_{pp}.{tp}_{parallel.pp_size}.{parallel.tp_size}"
 
 
-def initial_rng_state(seed: int, tp: int, pp: int) -> list[dict[str, Any]]:
-    """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number is drawn."""
+def initial_rng_state(seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+    """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number is drawn.
+
+    `expert`: its (etp, ep), by default those of a run whose experts are split as its dense layers are.
+    """
     base = seed + _PER_STAGE * pp
     host = {
         "random_rng_state": random.Random(base).getstate(),
         "np_rng_state": np.random.RandomState(base).get_state(),
         "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
     }
-    return [host | initial_cuda_state(seed, tp, pp)]
+    return [host | initial_cuda_state(seed, tp, pp, expert)]
 
 
-def initial_cuda_state(seed: int, tp: int, pp: int) -> dict[str, Any]:
+def initial_cuda_state(seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None) -> dict[str, Any]:
     """The part of it that belongs to CUDA."""
     base = seed + _PER_STAGE * pp
+    etp, ep = expert or (tp, 0)
     seeds = {
         "data-parallel-rng": base,
         "model-parallel-rng": base + _MODEL_PARALLEL + tp,
-        "expert-parallel-rng": base + _EXPERT_PARALLEL + tp,
+        "expert-parallel-rng": base + _EXPERT_PARALLEL + _PER_STAGE * ep + etp,
     }
     states = {name: _cuda_state(value) for name, value in seeds.items()}
     return {"cuda_rng_state": _cuda_state(base), "rng_tracker_states": states}
@@ -318,6 +323,36 @@ MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 
 def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+class LegacyRank(NamedTuple):
+    """A rank that writes a directory; with expert parallelism those that hold the first replica of their experts."""
+
+    tp: int
+    pp: int
+    expert: tuple[int, int] | None = None  # (etp, ep)
+    dense_optimizer: bool = True  # it writes the sharded optimizer of the dense layers, too
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world_size: int) -> list[LegacyRank]:
+        if parallel.ep_size == 1:
+            return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
+        world, least = world_size, least_world(parallel)
+        world = world if world and world % least == 0 else least
+        RANKS(world, f"a world of {world} ranks")
+        states = [ParallelState.for_rank(parallel, world, rank) for rank in range(world)]
+        return [
+            cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first) for ps in states if ps.edp.is_first
+        ]
+
+    def directory(self, parallel: ParallelConfig) -> str:
+        ep = self.expert[1] if self.expert else 0
+        return rank_directory(self.tp, self.pp, parallel.pp_size, ep, parallel.ep_size)
+
+
+def least_world(parallel: ParallelConfig) -> int:
+    """The smallest number of processes with room for dense layers and experts."""
+    return math.lcm(parallel.tp_size, parallel.etp_size * parallel.ep_size) * parallel.pp_size
 
 
 def open_legacy(path: Path, *kinds: type) -> Any:

@@ -87,8 +87,9 @@ def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     wrong = [f"{name}: {model[name]}" for name, known in _REQUIRED.items() if model.get(name) not in known]
     if wrong:
         raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
-    # Of nested values the window alone counts: aliases of YAML could make others endless.
-    flat = {name: value for name, value in model.items() if name == "window_size" or not isinstance(value, dict | list)}
+    # Of nested values these alone count: aliases of YAML could make others endless.
+    lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
+    flat = {name: value for name, value in model.items() if name in lists or not isinstance(value, dict | list)}
     args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     spec = _target(model.get("transformer_layer_spec"))

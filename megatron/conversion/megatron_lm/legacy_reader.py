@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron.conversion.megatron_lm.args import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    LegacyRank,
     arguments,
     open_legacy,
     param_groups,
-    rank_directory,
     rng_key,
     stored_model,
     training_state,
@@ -31,7 +30,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_optimizer_complete
 from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, in_modules, local_name, norm_key, rank_parameters
-from megatron.conversion.model_space.source import COMMON, RANKS, TensorInfo, TrainingState, optimizer_key, scalar
+from megatron.conversion.model_space.source import COMMON, TensorInfo, TrainingState, optimizer_key, scalar
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
@@ -44,32 +43,8 @@ from megatron.core.dist_checkpointing.format.schema import (
     sequence,
 )
 from megatron.core.dist_checkpointing.format.schema import key as check_key
-from megatron.core.parallel_state import ParallelState
 
 Stored = FileTensor | torch.Tensor
-
-
-class _Writer(NamedTuple):
-    """A rank that wrote a directory; with expert parallelism those that hold the first replica of their experts."""
-
-    tp: int
-    pp: int
-    expert: tuple[int, int] | None = None  # (etp, ep)
-
-    @classmethod
-    def of(cls, layout: Layout, world_size: int) -> list[_Writer]:
-        parallel = layout.parallel
-        if parallel.ep_size == 1:
-            return [cls(*rank) for rank in layout.ranks]
-        least = math.lcm(parallel.tp_size * parallel.pp_size, parallel.etp_size * parallel.ep_size * parallel.pp_size)
-        world = world_size if world_size and world_size % least == 0 else least
-        RANKS(world, f"a world of {world} ranks")
-        states = [ParallelState.for_rank(parallel, world, rank) for rank in range(world)]
-        return [cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank)) for ps in states if ps.edp.is_first]
-
-    def directory(self, layout: Layout) -> str:
-        ep = self.expert[1] if self.expert else 0
-        return rank_directory(self.tp, self.pp, layout.parallel.pp_size, ep, layout.parallel.ep_size)
 
 
 class LegacySource:
@@ -83,8 +58,8 @@ class LegacySource:
         first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        writers = _Writer.of(layout, int(self.args.get("world_size") or 0))
-        folders = {rank: directory / rank.directory(layout) for rank in writers}
+        writers = LegacyRank.of(layout.parallel, int(self.args.get("world_size") or 0))
+        folders = {rank: directory / rank.directory(layout.parallel) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
         files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
         begin = writers[0]
@@ -259,6 +234,11 @@ def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Pat
     for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
         if name in model:
             return name
+    if parameter.info.expert and any(name.endswith(".experts.weight1") for name in model):
+        raise CheckpointError(
+            f"{where}: experts of --moe-use-legacy-grouped-gemm, transposed and all in one tensor, are not read. Save "
+            "the run without that flag, or in torch_dist, where weights (not the optimizer) are as others have them"
+        )
     raise CheckpointError(f"{where}: {parameter.name} is missing")
 
 

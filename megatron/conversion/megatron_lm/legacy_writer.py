@@ -1,4 +1,4 @@
-"""Writes a `Source` as a Megatron-LM legacy iteration directory, for any TP, PP and VPP.
+"""Writes a `Source` as a Megatron-LM legacy iteration directory, for any TP, PP, VPP, EP and ETP.
 
 Where every byte of every file goes is known before the first is read. So the tensors are streamed: each is read once,
 a few rows at a time, and every rank's part is written to its place.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from megatron.conversion.megatron_lm.args import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    LegacyRank,
     common_state,
+    in_chain,
     initial_rng_state,
-    rank_directory,
+    least_world,
     rng_key,
     stored_model,
 )
@@ -47,7 +50,10 @@ from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.tensor_parallel import padded_vocab_size
 
-_WITH_EXTRA_STATE = ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer")
+_WITH_EXTRA_STATE = (
+    "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+)  # fmt: skip
 _DIVISIBLE_BY, _SEED = 128, 1234  # defaults of Megatron-LM
 
 Chunks = list[list[LocalParameter]]
@@ -63,15 +69,16 @@ def write_legacy(
     model cannot be split like that.
     """
     args = _target_args(source, layout)
-    contents = _Contents(source, args)
+    contents, ranks = _Contents(source, args), LegacyRank.of(layout.parallel, args["world_size"])
+    _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
         places: dict[str, list[FilePlace]] = defaultdict(list)
-        for tp, pp in layout.ranks:
-            folder = pending / rank_directory(tp, pp, layout.parallel.pp_size)
+        for rank in ranks:
+            folder = pending / rank.directory(layout.parallel)
             folder.mkdir()
-            for name, content in contents.of_rank(layout, tp, pp).items():
+            for name, content in contents.of_rank(layout, rank).items():
                 path = folder / name
                 for slot, position in write_archive(path, content):
                     for key, box, start in contents.held.get(slot, ()):
@@ -88,6 +95,17 @@ def write_legacy(
     return contents.not_carried
 
 
+def _check_directories(layout: Layout, ranks: Sequence[LegacyRank]) -> None:
+    """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must have one."""
+    named, dense = {rank.directory(layout.parallel) for rank in ranks}, {rank[:2] for rank in ranks}
+    if len(named) < len(ranks) or dense < set(layout.ranks):
+        tp, etp, ep = layout.parallel.tp_size, layout.parallel.etp_size, layout.parallel.ep_size
+        raise ValueError(
+            f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}: Megatron-LM's legacy files "
+            f"have no place for all of these ranks. Take expert tensor parallelism {tp}"
+        )
+
+
 def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     """The source's arguments, but for what the layout decides."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
@@ -95,6 +113,8 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     tp, pp = layout.parallel.tp_size, layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
+    least, replicas = least_world(layout.parallel), int(args.get("data_parallel_size") or 1)
+    world = tp * pp * replicas if tp * pp * replicas % least == 0 else least
     placed = layout.arguments()
     if "pipeline_model_parallel_layout" not in args and placed["pipeline_model_parallel_layout"] is None:
         del placed["pipeline_model_parallel_layout"]  # releases before 0.13 do not have it
@@ -102,7 +122,8 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
         args
         | placed
         | {
-            "world_size": tp * pp * int(args.get("data_parallel_size") or 1),
+            "world_size": world,
+            **({"data_parallel_size": world // (tp * pp)} if layout.parallel.ep_size > 1 else {}),
             "make_vocab_size_divisible_by": divisible_by,
             "padded_vocab_size": padded_vocab_size(vocab_size, divisible_by, tp),
             "model_vocab_size": vocab_size,
@@ -125,28 +146,37 @@ class _Contents:
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
-    def of_rank(self, layout: Layout, tp: int, pp: int) -> dict[str, dict[Any, Any]]:
+    def of_rank(self, layout: Layout, rank: LegacyRank) -> dict[str, Any]:
         """By file name."""
         args, training = self._args, self._source.training
-        chunks = rank_parameters(self._config, layout, tp, pp, args["make_vocab_size_divisible_by"])
-        chunks = [in_modules(parameters, args, tp) for parameters in chunks]
+        divisible_by = args["make_vocab_size_divisible_by"]
+        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert)
+        chunks = [in_modules(parameters, args, rank.tp) for parameters in chunks]
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
-        files: dict[str, dict[Any, Any]] = {MODEL_FILE: content}
+        files: dict[str, Any] = {MODEL_FILE: content}
         if training is not None:
-            content["rng_state"] = self._generators(training, layout, tp, pp)
+            content["rng_state"] = self._generators(training, layout, rank)
         if training is None or training.param_groups is None:
             return files
         content["opt_param_scheduler"] = training.scheduler
         trained = [[parameter for parameter in parameters if parameter.info.trained] for parameters in chunks]
+        kinds, optimizers = [trained], [in_chain({"optimizer": {"param_groups": training.param_groups}}, args)]
+        if rank.expert is not None:  # an optimizer for dense layers, one for experts
+            kinds = [[[p for p in c if p.info.expert is experts] for c in trained] for experts in (False, True)]
+            optimizers = list(optimizers[0].values())
         if args["use_distributed_optimizer"]:
-            content["optimizer"] = {"optimizer": {"param_groups": training.param_groups}}
-            files[OPTIMIZER_FILE] = self._buffers(trained, pp)
+            buffers: list[Any] = [self._buffers(kind, rank.pp) for kind in kinds]
+            if not rank.dense_optimizer:
+                buffers[0] = None
+            files[OPTIMIZER_FILE] = buffers if len(kinds) == 2 else buffers[0]
         else:
-            content["optimizer"] = self._numbered(training.param_groups, trained)
+            groups = [optimizer["optimizer"]["param_groups"] for optimizer in optimizers]
+            optimizers = [self._numbered(*kind) for kind in zip(groups, kinds, strict=True)]
         if training.grad_scaler is not None:
-            content["optimizer"]["grad_scaler"] = training.grad_scaler
+            optimizers = [optimizer | {"grad_scaler": training.grad_scaler} for optimizer in optimizers]
+        content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
         return files
 
     def _model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
@@ -176,6 +206,8 @@ class _Contents:
         content: dict[Any, Any] = {"buckets_coalesced": True}
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
         for index, parameters in enumerate(chunks):
+            if not parameters:
+                continue
             placed, sizes = plan_buckets(parameters, bucket_size_of(self._args, pp, index, num_parameters))
             states: dict[str, Any] = {}
             for state in optimizer_states(self._source.tensors):
@@ -193,7 +225,7 @@ class _Contents:
         members = [[p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)]
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
-        for group, parameters in zip(param_groups, members, strict=True):
+        for group, parameters in zip(param_groups, members, strict=False):  # experts have no group without weight decay
             groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
             for parameter in parameters:
                 state[len(state)] = {
@@ -209,14 +241,14 @@ class _Contents:
         main = [[self._slot(optimizer_key("param", p.key), p) for p in parameters] for parameters in members]
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
-    def _generators(self, training: TrainingState, layout: Layout, tp: int, pp: int) -> list[dict[str, Any]]:
+    def _generators(self, training: TrainingState, layout: Layout, rank: LegacyRank) -> list[dict[str, Any]]:
         """Those of the source if it had them for this rank of this layout, else as a run begins with its seed."""
-        key = rng_key((tp, pp), layout.parallel)
-        if key in training.rng:
+        key = rng_key((rank.tp, rank.pp), layout.parallel)
+        if key in training.rng and rank.expert is None:
             state: list[dict[str, Any]] = training.rng[key]()
             return state
         seed = int(self._args.get("seed") or _SEED)
         note = f"random number generators of another layout (they begin anew from seed {seed})"
         if note not in self.not_carried:
             self.not_carried.append(note)
-        return initial_rng_state(seed, tp, pp)
+        return initial_rng_state(seed, *rank[:3])

@@ -26,7 +26,7 @@ from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
+from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY, TransformerConfig, deciding_fields
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -57,8 +57,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
     known = {name: args[name] for name in _FIELDS if name in args}
     ARGUMENTS(known, description)
-    # Its shapes alone are wanted, whatever computed it.
-    return TransformerConfig(**{**known, "vocab_size": vocab_size, "transformer_impl": "local", "fp8": None})
+    return TransformerConfig(**(known | COMPUTED_LOCALLY | {"vocab_size": vocab_size}))
 
 
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:

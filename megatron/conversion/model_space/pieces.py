@@ -15,7 +15,7 @@ import torch
 from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
 from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.durable_files import naming
 
@@ -138,6 +138,7 @@ def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progr
         for place, common in wanted:
             assert block is not None
             part = narrow(block, common.in_first, common.shape).contiguous()
+            # Whole rows of a piece are neighbours in its file: one run, one write.
             (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
@@ -152,8 +153,7 @@ def make_empty_directory(directory: Path) -> None:
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
     """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit on their number."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    view = memoryview(array)
+    view = bytes_of(tensor.reshape(-1))
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with naming(path):
@@ -175,7 +175,7 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
         for slot, position in layout.places:
             if slot.content is not None:
                 file.seek(position)
-                file.write(slot.content.view(-1).view(torch.uint8).numpy().data)
+                file.write(bytes_of(slot.content.view(-1)))
     return [(slot, position) for slot, position in layout.places if slot.content is None]
 
 

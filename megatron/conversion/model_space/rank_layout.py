@@ -46,11 +46,23 @@ class Layout:
     splits: Mapping[str, Any]  # those of SPLITS that are in use
 
     @classmethod
-    def of(cls, num_layers: int, tp: int, pp: int, vpp: int = 1, args: Mapping[str, Any] | None = None) -> Layout:
-        """`args` may hold SPLITS, among others. Raises ValueError where the layers cannot be split like that."""
+    def of(
+        cls,
+        num_layers: int,
+        tp: int,
+        pp: int,
+        vpp: int = 1,
+        args: Mapping[str, Any] | None = None,
+        experts: tuple[int, int | None] = (1, None),
+    ) -> Layout:
+        """`args` may hold SPLITS, among others; `experts` is (ep, etp). ValueError where nothing splits like that."""
         RANKS(tp * pp, f"{tp} x {pp} ranks")
+        ep, etp = experts
+        RANKS(ep * (etp or tp), f"{ep} x {etp or tp} ranks of experts")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
+        of_experts: dict[str, Any] = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+        parallel = replace(parallel, **of_experts)
         splits = {name: args[name] for name in SPLITS if args.get(name)} if args else {}
         rules: dict[str, Any] = {SPLITS[name]: value for name, value in splits.items()}
         stages = pipeline_layer_ranges(num_layers, pp, vpp, **rules)
@@ -61,13 +73,9 @@ class Layout:
         """The layout that a Megatron-LM Namespace records."""
         kinds = ("tensor", "pipeline", "virtual_pipeline")
         tp, pp, vpp = (args.get(f"{kind}_model_parallel_size") or 1 for kind in kinds)
-        layout = cls.of(args["num_layers"], tp, pp, vpp, args)
-        if (args.get("num_experts") or 0) <= 1:
-            return layout
         ep, etp = (args.get(f"expert_{axis}_parallel_size") for axis in ("model", "tensor"))
-        RANKS((ep or 1) * (etp or 1), f"{ep} x {etp} ranks of experts")
-        of_experts: dict[str, Any] = {"expert_model_parallel_size": ep or 1, "expert_tensor_parallel_size": etp}
-        return replace(layout, parallel=replace(layout.parallel, **of_experts))
+        experts = (ep or 1, etp) if (args.get("num_experts") or 0) > 1 else (1, None)
+        return cls.of(args["num_layers"], tp, pp, vpp, args, experts)
 
     def arguments(self) -> dict[str, Any]:
         """What `from_args` reads: a layout in Megatron-LM's arguments."""

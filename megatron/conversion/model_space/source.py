@@ -12,6 +12,7 @@ of plausibility: they keep a file of a few bytes from asking for the time and me
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import types
 import typing
@@ -279,6 +280,8 @@ class Options:
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     virtual_pipeline_parallel: int | None = None
+    expert_parallel: int | None = None
+    expert_tensor_parallel: int | None = None
     dtype: torch.dtype | None = None  # of the weights
     optimizer: bool = True
     vocab_size: int | None = None  # rows beyond it are cut
@@ -309,3 +312,35 @@ def parse_size(text: str | int) -> int:
     if size <= 0:
         raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
     return size
+
+
+class CastSource:
+    """A source with weights of another dtype, or without the optimizer, as the options say.
+
+    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
+    """
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source, self._dtype = source, options.dtype
+        self.description, self.unused = source.description, source.unused
+        self.args = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = {}
+        for key, info in source.tensors.items():
+            if not key.startswith("optimizer.state."):
+                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
+            elif options.optimizer:
+                self.tensors[key] = info
+        if options.dtype is not None:
+            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
+            self.args["params_dtype"] = options.dtype
+        if options.transformer_impl is not None:
+            self.args["transformer_impl"] = options.transformer_impl
+        if not options.optimizer and source.training is not None:
+            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        wanted = self.tensors[key].dtype
+        if wanted != self._source.tensors[key].dtype:
+            key = full_precision_key(key, self._source.tensors)
+        return self._source.read(key, offset, shape).to(wanted)

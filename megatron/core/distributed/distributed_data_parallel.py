@@ -233,15 +233,16 @@ def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def _make_buffers(
     module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, edp: Axis
 ) -> list[ParamAndGradBuffer]:
-    """One buffer for the parameters of each dtype that are reduced over the same ranks."""
-    kinds: dict[tuple[torch.dtype, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
+    """One buffer for the parameters of each dtype, and those in fp8, that are reduced over the same ranks."""
+    kinds: dict[tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
     axes = {axis.ranks: axis for axis in (edp, dp)}
     for name, param in module.named_parameters():
         if param.requires_grad:
-            axis = edp if param_info(param).expert else dp
-            kinds.setdefault((param.dtype, axis.ranks), []).append((name, param))
+            info = param_info(param)
+            axis = edp if info.expert else dp
+            kinds.setdefault((param.dtype, info.fp8 is not None, axis.ranks), []).append((name, param))
     buffers = []
-    for (dtype, ranks), named_params in kinds.items():
+    for (dtype, _, ranks), named_params in kinds.items():
         axis = axes[ranks]
         shard = axis if config.use_distributed_optimizer else Axis()
         bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), axis.size)

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.buffer_plan import BucketPlan, ParamSpec, intersect, plan_buffer, ranges_of
 from megatron.core.module import ParamInfo, param_info
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, group_of
 from megatron.core.utils import all_gather_into_tensor, even_range, reduce_scatter_tensor
 
 
@@ -96,6 +96,14 @@ class Bucket:
             self.param_data, self.param_shard, group=self._dp.group, async_op=True
         )
 
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that have the shards."""
+        if self._sharded:
+            assert self._dp.group is not None
+            return self._dp.group
+        return group_of((dist.get_rank(),))  # None would be the world
+
     def gather(self, shard_data: torch.Tensor) -> torch.Tensor:
         """`shard_data` of every rank, in the order of the bucket."""
         if not self._sharded:
@@ -122,7 +130,7 @@ class Bucket:
 
 
 class ParamAndGradBuffer:
-    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of one dtype.
+    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of one dtype, or fp8.
 
     Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its place in the gradient
     buffer.
@@ -142,6 +150,7 @@ class ParamAndGradBuffer:
         first = named_params[0][1]
         numel = plans[-1].stop
         self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.is_fp8 = specs[0].info.fp8 is not None
         self.grad_data = torch.zeros(numel, dtype=grad_dtype, device=first.device)
         self.buckets: list[Bucket] = []
         for plan in plans:
@@ -153,3 +162,14 @@ class ParamAndGradBuffer:
                 param.data = view
                 param.main_grad = grad_data[span.start : span.stop].view(span.spec.shape)  # type: ignore[attr-defined]
             self.buckets.append(Bucket(plan, params, param_data, grad_data, dp, shard))
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Of fp8 parameters, once the main ones have their values: from now on the buffer has a byte for each."""
+        self.param_data = torch.zeros(len(self.param_data), dtype=torch.uint8, device=self.param_data.device)
+        for bucket in self.buckets:
+            bucket.param_data = self.param_data[bucket.plan.start : bucket.plan.stop]
+            bucket.param_shard = bucket.param_data[bucket.shard_start : bucket.shard_stop]
+            for span in bucket.plan.spans:
+                assert span.spec.info.fp8 is not None
+                span.spec.info.fp8.quantize(bucket.param_data[span.start : span.stop])

@@ -15,7 +15,6 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
-    linear_cross_entropy,
     padded_vocab_size,
 )
 from megatron.core.tensor_parallel.mappings import (
@@ -124,6 +123,7 @@ class OutputLayer(MegatronModule):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel, self.vocab_size, self.tied_copy = tp, sequence_parallel, vocab_size, tied_copy
+        self.cross_entropy = layer_spec(config).cross_entropy(config)
         self.softcap = config.final_logit_softcapping
         rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
         info = ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=tied_copy, counted=not tied_copy)
@@ -134,7 +134,7 @@ class OutputLayer(MegatronModule):
         """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""
         if labels is None:
             return self._logits(hidden_states, weight)
-        losses = linear_cross_entropy(
+        losses = self.cross_entropy(
             hidden_states,
             weight,
             labels.t(),

@@ -15,6 +15,8 @@ class OptimizerConfig:
     optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon"))
     """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the gradient, muon
     orthogonalizes the updates of matrices and leaves the rest to adam, ademamix is adam with a second, slower mean."""
+    optimizer_impl: str = flag("torch", choices=("torch", "apex"))
+    """Whose kernels compute adam and the norm of gradients."""
     lr: float | None = flag(None)
     """Highest learning rate of the schedule."""
     min_lr: float = flag(0.0)
@@ -96,6 +98,8 @@ class OptimizerConfig:
             yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
         if self.muon_num_ns_steps < 1:
             yield f"--muon-num-ns-steps {self.muon_num_ns_steps} must be positive"
+        if self.optimizer_impl == "apex" and self.optimizer != "adam":
+            yield f"--optimizer-impl apex has --optimizer adam alone: for {self.optimizer} leave it out"
         if self.optimizer == "ademamix":
             yield from self._ademamix_problems()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.buffer_plan import ParamGroup
 from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.optimizer.apex import ApexAdam
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, MatrixLayout, Muon, UpdateRule
 from megatron.core.parallel_state import Axis
@@ -32,9 +34,39 @@ class FlatShard:
         return {"param": self.param, **self.state}
 
     @property
+    def is_fp8(self) -> bool:
+        """The model's parameters are in fp8."""
+        return self.bucket.param_shard.dtype == torch.uint8
+
+    @property
     def is_model(self) -> bool:
         """Main parameters and the model's are the same memory."""
         return self.param is self.bucket.param_shard
+
+
+def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
+    """The bytes of fp8 parameters from the main ones; collective over those who have shards of the same."""
+    by_group: dict[dist.ProcessGroup, list[FlatShard]] = {}
+    for shard in shards:
+        by_group.setdefault(shard.bucket.shard_group, []).append(shard)
+    for group, members in by_group.items():
+        parts = [part for shard in members for part in _fp8_parts(shard)]
+        fp8 = members[0].bucket.plan.spans[0].spec.info.fp8
+        assert fp8 is not None
+        fp8.cast([part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts], group, rescale)
+
+
+def _fp8_parts(shard: FlatShard) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int | None]]:
+    """(tensor, main parameters in this shard, where they begin in the tensor) of every fp8 tensor of the bucket."""
+    for span in shard.bucket.plan.spans:
+        assert span.spec.info.fp8 is not None
+        place = span.start
+        for tensor in span.spec.info.fp8.tensors:
+            start = max(place, shard.bucket.shard_start)
+            stop = min(place + tensor.numel(), shard.bucket.shard_stop)
+            mine = shard.param[start - shard.bucket.shard_start : stop - shard.bucket.shard_start]
+            yield (tensor, mine, start - place) if start < stop else (tensor, None, None)
+            place += tensor.numel()
 
 
 def state_names(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
@@ -83,6 +115,8 @@ def make_update_rule(
         )
     elif config.optimizer == "muon":
         rule = Muon(groups, {shard.param: shard.bucket for shard in shards}, config, layouts, tp)
+    elif config.optimizer_impl == "apex":
+        rule = ApexAdam(groups, betas=betas, eps=config.adam_eps)
     else:
         rule = AdamW(groups, betas=betas, eps=config.adam_eps)
     for shard in shards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,11 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import Piece
 from megatron.core.module import ParamInfo
+from megatron.core.optimizer import apex
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.flat_shard import make_shard, make_update_rule
+from megatron.core.optimizer.flat_shard import FlatShard, cast_to_fp8, make_shard, make_update_rule
 from megatron.core.optimizer.grad_scaler import GradScaler, clip_coefficient, count_zeros, sum_of_squares
 from megatron.core.optimizer.update_rules import MatrixLayout, matrix_layouts
 from megatron.core.parallel_state import Axis, ParallelState
@@ -70,6 +72,9 @@ class MegatronOptimizer:
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
+        for buffer in (buffer for chunk in chunks for buffer in chunk.flat_buffers if buffer.is_fp8):
+            buffer.quantize()
+        self._cast_to_fp8(rescale=True)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -109,18 +114,37 @@ class MegatronOptimizer:
 
         `model_state` is the sharded state of all chunks, merged.
         """
-        entries = _entries_by_param(model_state)
         state: ShardedStateDict = {}
+        for shard, piece, entry in self._pieces(model_state):
+            for name, data in shard.tensors.items():
+                key = f"optimizer.state.{name}.{entry.key}"
+                assert key not in state, f"two parameters of this rank have the key {entry.key}"
+                part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
+                if part.boxes:  # else it is padding of the vocabulary
+                    state[key] = part
+        return state
+
+    def weights(self, model_state: ShardedStateDict, live: bool = False) -> ShardedStateDict:
+        """`model_state` as checkpoints have it: parameters in fp8 are this rank's main ones, in the model's dtype.
+
+        `live`: these main ones themselves, to be loaded into.
+        """
+        fp8 = {id(param) for s in self.shards if s.is_fp8 for param in s.bucket.params}
+        state = {k: e for k, e in model_state.items() if not (isinstance(e, ShardedTensor) and id(e.local) in fp8)}
+        for shard, piece, entry in self._pieces(model_state):
+            if shard.is_fp8:
+                main = shard.param[piece.start : piece.stop]
+                state[entry.key] = entry.flat_range(
+                    entry.key, piece.param_start, main if live else main.to(entry.dtype)
+                )
+        return state
+
+    def _pieces(self, model_state: ShardedStateDict) -> Iterator[tuple[FlatShard, Piece, ShardedTensor]]:
+        """What lies in this rank's shards, with its entry."""
+        entries = _entries_by_param(model_state)
         for shard in self.shards:
             for piece in shard.bucket.pieces():
-                entry = entries[id(piece.param)]
-                for name, data in shard.tensors.items():
-                    key = f"optimizer.state.{name}.{entry.key}"
-                    assert key not in state, f"two parameters of this rank have the key {entry.key}"
-                    part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
-                    if part.boxes:  # else it is padding of the vocabulary
-                        state[key] = part
-        return state
+                yield shard, piece, entries[id(piece.param)]
 
     def state_to_load(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """What a load with optimizer state fills: that state, and weights that have no main parameter (frozen ones).
@@ -168,7 +192,7 @@ class MegatronOptimizer:
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
         self._zero_padding(model_state)
-        self._copy_to_model()
+        self._copy_to_model(rescale=True)
 
     @torch.no_grad()
     def reload_model_params(self, model_state: ShardedStateDict) -> None:
@@ -176,10 +200,18 @@ class MegatronOptimizer:
         self._finish_param_sync()
         self._zero_padding(model_state)
         self._copy_from_model()
+        self._cast_to_fp8(rescale=True)
+
+    @torch.no_grad()
+    def requantize(self) -> None:
+        """After the scales of fp8 have been loaded: the parameters by them. Collective."""
+        self._finish_param_sync()
+        self._cast_to_fp8(rescale=False)
 
     def _sum_over_model(self, with_zeros: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Sum of squares of the undivided gradient and its number of zeros, over TP x PP x DP."""
-        sums = [sum_of_squares(self._counted_grads, self.device)]
+        squares = apex.sum_of_squares if self.config.optimizer_impl == "apex" else sum_of_squares
+        sums = [squares(self._counted_grads, self.device)]
         if with_zeros:
             sums.append(count_zeros(self._counted_grads, self.device) - self._num_gaps)
         total = torch.stack(sums)
@@ -203,15 +235,21 @@ class MegatronOptimizer:
 
     def _copy_from_model(self) -> None:
         for shard in self.shards:
-            if not shard.is_model:
+            if not (shard.is_model or shard.is_fp8):
                 shard.param.copy_(shard.bucket.param_shard)
 
-    def _copy_to_model(self) -> None:
+    def _copy_to_model(self, rescale: bool = False) -> None:
+        """`rescale`: the scales of fp8 are not of these main parameters."""
         for shard in self.shards:
-            if not shard.is_model:
+            if not (shard.is_model or shard.is_fp8):
                 shard.bucket.param_shard.copy_(shard.param)
+        cast_to_fp8([shard for shard in self.shards if shard.is_fp8], rescale)
         for chunk in self.chunks:
             chunk.start_param_sync()
+
+    def _cast_to_fp8(self, rescale: bool) -> None:
+        if any(shard.is_fp8 for shard in self.shards):
+            self._copy_to_model(rescale)
 
     def _zero_padding(self, model_state: ShardedStateDict) -> None:
         """Zero what is in no box, the rows that pad the vocabulary: with zero gradients they stay zero for ever."""

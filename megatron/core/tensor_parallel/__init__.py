@@ -5,6 +5,7 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    column_parallel,
     padded_vocab_size,
 )
 from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint, without_intermediate
@@ -15,6 +16,7 @@ __all__ = [
     "TensorParallelRng",
     "VocabParallelEmbedding",
     "checkpoint",
+    "column_parallel",
     "linear_cross_entropy",
     "loss_chunk_elements",
     "padded_vocab_size",

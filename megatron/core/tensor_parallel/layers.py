@@ -104,6 +104,11 @@ class _Linear(torch.autograd.Function):
         return dx.wait() if dx is not None else None, dw, db, None, None, None
 
 
+def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
+    """The product of a column-parallel layer, with its collectives."""
+    return _Linear.apply(x, weight, bias, tp, True, sequence_parallel)
+
+
 class ColumnParallelLinear(MegatronModule):
     """Output rows are split over TP; the input is whole, the output is this rank's part.
 
@@ -137,7 +142,7 @@ class ColumnParallelLinear(MegatronModule):
 
     def project(self, x: Tensor) -> Tensor:
         """The product and its collectives, which are no part of compiled regions."""
-        return _Linear.apply(x, self.weight, self.bias, self.tp, True, self.sequence_parallel)
+        return column_parallel(x, self.weight, self.bias, self.tp, self.sequence_parallel)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         state = super().sharded_state_dict(prefix)

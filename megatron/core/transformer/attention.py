@@ -91,8 +91,14 @@ class SelfAttention(Attention):
             self.k_layernorm = spec.norm(config, head_dim, partial_grad=True, device=device)
         self.rotary, window = None, config.window_of(number)
         if config.position_embedding_type == "rope":
-            base = config.rotary_base_local if window is not None else None
-            self.rotary = RotaryTables(config, cp.attention_axis, head_dim, config.rotary_interleaved, base)
+            self.rotary = RotaryTables(
+                config,
+                cp.attention_axis,
+                head_dim,
+                config.rotary_interleaved,
+                base=config.rotary_base_local if window is not None else None,
+                kernel=spec.rope if config.apply_rope_fusion else None,
+            )
         scale = config.softmax_scale
         self.core_attention = spec.core_attention(config, tp=tp, rng=rng, cp=cp, scale=scale, window=window)
 

@@ -7,15 +7,16 @@ values are those of the local classes in either case; a back end only computes.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint, linear_cross_entropy
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
@@ -25,8 +26,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Precision:
     """What surrounds the layers of a chunk: nothing, their precision is that of their tensors."""
 
-    def __init__(self, config: TransformerConfig, group: dist.ProcessGroup | None) -> None:
-        """`group`: the ranks of this pipeline stage; None is the world."""
+    def __init__(
+        self, config: TransformerConfig, group: dist.ProcessGroup | None, layers: Mapping[int, nn.Module] | None = None
+    ) -> None:
+        """`group`: the ranks of this pipeline stage; None is the world. `layers`: those of the chunk, by number."""
         self.config, self.group = config, group
 
     def chunk(self) -> AbstractContextManager[None]:
@@ -50,8 +53,11 @@ class Quantized:
         raise NotImplementedError
 
 
-def nothing() -> None:
+def nothing(*_: Any) -> None:
     """There is nothing to do."""
+
+
+_NATIVE = {"native": linear_cross_entropy}
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,18 @@ class LayerSpec:
     grouped: type[GroupedLinear] = GroupedLinear
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint
+    rope: Callable[..., Tensor] | None = None
+    """--apply-rope-fusion: `[s, b, g, heads, d]` turned by angles `[s, 1, 1, pairs]`, interleaved or not."""
+    cross_entropies: Mapping[str, Callable[..., Tensor]] = field(default_factory=lambda: _NATIVE)
+    """By --cross-entropy-fusion-impl; all are called as `linear_cross_entropy` is."""
+    set_up: Callable[[TransformerConfig, int, int], None] = nothing
+    """Before a model is built: for so many tokens of a micro batch, over so many tensor-parallel ranks. Collective."""
     start_step: Callable[[], None] = nothing
     """Before the first micro batch of a step: the weights may have changed."""
+
+    def cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
+        """The output layer and the loss."""
+        return self.cross_entropies[config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "native"]
 
 
 LOCAL = LayerSpec()

@@ -69,9 +69,8 @@ def _of_windows(config: TransformerConfig) -> Iterator[str]:
         yield (f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers {config.num_layers}")
     if isinstance(skip, int) and skip < 1:
         yield f"--window-attn-skip-freq must be positive, got {skip}"
-    if config.window_size is None:
-        given = {"--window-attn-skip-freq": skip, "--rotary-base-local": config.rotary_base_local}
-        yield from (f"{name} {value} needs --window-size" for name, value in given.items() if value is not None)
+    if config.window_size is None and skip is not None:
+        yield f"--window-attn-skip-freq {skip} needs --window-size"
 
 
 def _of_norms(config: TransformerConfig) -> Iterator[str]:
@@ -101,14 +100,33 @@ def _of_latent_attention(config: TransformerConfig) -> Iterator[str]:
 
 
 def _of_back_end(config: TransformerConfig) -> Iterator[str]:
-    if config.fp8 is not None and config.transformer_impl == "local":
-        yield f"--fp8-format {config.fp8} needs --transformer-impl transformer_engine, which has the kernels"
-    if config.fp8 is not None and not config.bf16:
-        yield f"--fp8-format {config.fp8} needs --bf16: what is not in fp8 is in bfloat16"
-    if config.fp8 is not None:
+    fp8, bits = config.fp8 is not None, "fp8" if config.fp8 is not None else "fp4"
+    narrow = f"--{bits}-format {config.fp8 or config.fp4}" if config.low_precision is not None else None
+    fused_loss = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    for given, name in (
+        (narrow, narrow),
+        (fused_loss, "--cross-entropy-fusion-impl te"),
+        (config.apply_rope_fusion, "--apply-rope-fusion"),
+    ):
+        if given and config.transformer_impl == "local":
+            yield f"{name} needs --transformer-impl transformer_engine, which has the kernels"
+    if config.apply_rope_fusion and (config.multi_latent_attention or config.rope_type == "yarn"):
+        yield "--apply-rope-fusion: its kernel neither scales (yarn) nor takes latent attention; leave it out"
+    if narrow and not config.bf16:
+        yield f"{narrow} needs --bf16: what is not in {bits} is in bfloat16"
+    if narrow:
         for name, size in (("--hidden-size", config.hidden_size), ("--ffn-hidden-size", config.ffn_size)):
             if size % 16:
-                yield f"{name} {size} is not a multiple of 16, as the kernels of fp8 need"
+                yield f"{name} {size} is not a multiple of 16, as the kernels of {bits} need"
+    if fp8 and config.fp4 is not None:
+        yield f"{narrow} and --fp4-format {config.fp4} exclude each other"
+    if config.fp4 is not None and config.has_experts:
+        yield f"--fp4-format {config.fp4} does not support experts: grouped products have no nvfp4; take --fp8-format"
+    if config.fp8_param_gather and (not fp8 or config.fp8_recipe == "mxfp8"):
+        yield (
+            "--fp8-param-gather needs --fp8-format, and --fp8-recipe delayed, tensorwise or blockwise: mxfp8 weights "
+            "are two tensors, which a shard of the main parameters cannot fill"
+        )
     if config.transformer_impl != "local" and config.attn_logit_softcapping is not None:
         yield (
             f"--attn-logit-softcapping {config.attn_logit_softcapping} needs --transformer-impl local: attention of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,10 +112,12 @@ class Normalization:
     rms: bool
     epsilon: float
     from_one: bool  # the weight is stored as its difference from 1
+    apex: Any = None  # the module with apex's kernels
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Normalization:
-        return cls(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p)
+        apex = _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
+        return cls(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.from_one:
@@ -125,9 +128,24 @@ class Normalization:
     def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rms and torch.compiler.is_compiling():
             return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbours
+        if self.apex is not None and not torch.compiler.is_compiling():
+            values, fused = ((x, weight), "rms") if bias is None else ((x, weight, bias), "layer")
+            normed: Tensor = getattr(self.apex, f"fused_{fused}_norm_affine")(*values, weight.shape, self.epsilon)
+            return normed
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+
+
+def _apex() -> Any:
+    try:
+        importlib.import_module("fused_layer_norm_cuda")
+        return importlib.import_module("apex.normalization.fused_layer_norm")
+    except ImportError as error:
+        raise ValueError(
+            f"--norm-impl apex: its kernels cannot be imported ({error}). Build apex with its C++ and CUDA extensions "
+            "(docs/gpu.md), or take --norm-impl torch"
+        ) from error
 
 
 def norm_parameters(

@@ -6,6 +6,8 @@ In the half-split form element i is rotated with element i + d/2, in the interle
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,7 @@ class Rotary(NamedTuple):
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    kernel: Callable[[Tensor], Tensor] | None = None  # computes all of it, in place of what is here
 
     def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the first and the second elements of all pairs of `[s, b, g, heads, d]`."""
@@ -83,13 +86,20 @@ class Rotary(NamedTuple):
 class RotaryTables:
     """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device).
 
-    `width` is that of the heads that are rotated; `base` replaces that of the model, and its scaling.
+    `width` is that of the heads that are rotated; `base` replaces that of the model, and its scaling. `kernel` turns
+    `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`.
     """
 
     def __init__(
-        self, config: TransformerConfig, cp: Axis, width: int, interleaved: bool, base: float | None = None
+        self,
+        config: TransformerConfig,
+        cp: Axis,
+        width: int,
+        interleaved: bool,
+        base: float | None = None,
+        kernel: Callable[..., Tensor] | None = None,
     ) -> None:
-        self._cp = cp
+        self._cp, self._kernel = cp, kernel
         self._frequencies = rotary_frequencies(config, width, base)
         self._interleaved = interleaved
         yarn = config.rope_type == "yarn" and base is None
@@ -103,7 +113,9 @@ class RotaryTables:
             positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
             angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
             cos, sin = ((self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
-            self._tables[key] = Rotary(cos, sin, self._interleaved)
+            own = angles.squeeze(1).to(device)
+            kernel = partial(self._kernel, angles=own, interleaved=self._interleaved) if self._kernel else None
+            self._tables[key] = Rotary(cos, sin, self._interleaved, kernel)
         return self._tables[key]
 
 
@@ -112,7 +124,7 @@ def split_qkv(mixed: Tensor, num_query_heads: int, rotary: Rotary | None) -> tup
 
     `rotary` None leaves them as they are. One pass each way: the gradient is written straight into one tensor.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (rotary is not None and rotary.kernel is not None):
         q = num_query_heads
         query, key, value = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
         return (query, key, value) if rotary is None else (rotate(query, rotary), rotate(key, rotary), value)
@@ -121,6 +133,8 @@ def split_qkv(mixed: Tensor, num_query_heads: int, rotary: Rotary | None) -> tup
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate `[s, b, g, heads, d]` by its position."""
+    if rotary.kernel is not None:
+        return rotary.kernel(x)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, rotary)
     cos, sin, half = rotary.cos, rotary.sin, rotary.cos.shape[-1]

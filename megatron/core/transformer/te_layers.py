@@ -6,132 +6,69 @@ which it keeps; a module of Transformer Engine that lies over these parameters c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
+import yaml
 from torch import Tensor, nn
-from transformer_engine.common import recipe
+from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from megatron.core import tensor_parallel
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, column_parallel
 from megatron.core.transformer.core_attention import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
-from megatron.core.transformer.layer_spec import LayerSpec, Precision, Quantized
+from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
+from megatron.core.transformer.te_engine import STEP, Engine, TEPrecision, WithScales
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass
-class _Step:
-    """The optimizer step under way: weights that are quantized for its first micro batch serve all of them."""
-
-    number: int = 0
-
-    def start(self) -> None:
-        self.number += 1
-
-
-_STEP = _Step()
-
-
-class _Engine:
-    """A module of Transformer Engine, made on the meta device, over the parameters of `owner`.
-
-    It is no child of its owner: the parameters would be there twice.
-    """
-
-    def __init__(self, module: Any, owner: nn.Module) -> None:
-        self.module, self._step = module, 0
-        for name, param in owner.named_parameters(recurse=False):
-            shape = tuple(getattr(module, name).shape)
-            assert shape == tuple(param.shape), f"{type(module).__name__}.{name} {shape}, here {tuple(param.shape)}"
-            setattr(module, name, param)
-
-    def __call__(self, owner: nn.Module, *inputs: Any) -> Tensor:
-        """A linear layer of some kind."""
-        self.module.training = owner.training
-        self.module.fuse_wgrad_accumulation = hasattr(owner.weight, "main_grad")
-        first = None if _STEP.number == 0 else self._step != _STEP.number
-        self._step = _STEP.number
-        output: Tensor = self.module(*inputs, is_first_microbatch=first)
-        return output
+def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[str, Any]:
+    """What a linear layer is, and where it stands."""
+    return {
+        "bias": layer.bias is not None,
+        "params_dtype": layer.weight.dtype,
+        "parallel_mode": mode,
+        "tp_group": layer.tp.group,
+        "tp_size": layer.tp.size,
+        "sequence_parallel": layer.sequence_parallel,
+    }
 
 
-class _WithScales(Quantized):
-    """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for every tensor."""
-
-    engine: _Engine
-
-    def scales(self) -> dict[str, Any] | None:
-        meta = self.engine.module.fp8_meta
-        if "scaling_fwd" not in meta or not meta["recipe"].delayed():
-            return None
-        tensors = {f"{name}_{way}": getattr(meta[f"scaling_{way}"], name) for way in _WAYS for name in _KEPT}
-        return {"recipe": "delayed"} | {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
-        module, count = self.engine.module, sum(name.startswith("weight") for name in self.engine.module._parameters)
-        if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
-            return False
-        if len(state["amax_history_fwd"]) != config.fp8_amax_history_len or len(state["scale_fwd"]) != 3 * count:
-            return False
-        made = make_recipe(config)
-        module.fp8_meta |= {"recipe": made, "num_gemms": count}
-        module.init_fp8_meta_tensors(made)
-        for way in _WAYS:
-            for name in _KEPT:
-                getattr(module.fp8_meta[f"scaling_{way}"], name).copy_(state[f"{name}_{way}"])
-        return True
-
-
-_WAYS, _KEPT = ("fwd", "bwd"), ("scale", "amax_history")
-
-
-def _parallel(tp: Axis, sequence_parallel: bool, mode: str) -> dict[str, Any]:
-    place = {"tp_group": tp.group, "tp_size": tp.size, "sequence_parallel": sequence_parallel}
-    return place | {"parallel_mode": mode, "device": "meta"}
-
-
-class TEColumnParallelLinear(ColumnParallelLinear, _WithScales):
+class TEColumnParallelLinear(ColumnParallelLinear, WithScales):
     """`te.Linear` with its rows split."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
-        module = te.Linear(
-            input_size,
-            output_size,
-            bias=self.bias is not None,
-            params_dtype=self.weight.dtype,
-            **_parallel(self.tp, self.sequence_parallel, "column"),
-        )
-        self.engine = _Engine(module, self)
+        self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "column"))
 
     def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
 
 
-class TENormColumnParallelLinear(NormColumnParallelLinear, _WithScales):
+class TENormColumnParallelLinear(NormColumnParallelLinear, WithScales):
     """`te.LayerNormLinear`."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(config, input_size, output_size, **options)
-        module = te.LayerNormLinear(
+        self.engine = Engine(
+            self,
+            te.LayerNormLinear,
             input_size,
             output_size,
             eps=config.norm_epsilon,
             normalization=config.normalization,
             zero_centered_gamma=config.apply_layernorm_1p,
-            bias=self.bias is not None,
-            params_dtype=self.weight.dtype,
-            **_parallel(self.tp, self.sequence_parallel, "column"),
+            **_place(self, "column"),
         )
-        self.engine = _Engine(module, self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
@@ -141,21 +78,14 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, _WithScales):
         return self.engine(self, x)
 
 
-class TERowParallelLinear(RowParallelLinear, _WithScales):
+class TERowParallelLinear(RowParallelLinear, WithScales):
     """`te.Linear` with its columns split. The bias is added to this rank's part of the sequence."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
         if self.bias is not None:
             set_param_info(self.bias, replace(param_info(self.bias), partial_grad=self.sequence_parallel))
-        module = te.Linear(
-            input_size,
-            output_size,
-            bias=self.bias is not None,
-            params_dtype=self.weight.dtype,
-            **_parallel(self.tp, self.sequence_parallel, "row"),
-        )
-        self.engine = _Engine(module, self)
+        self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "row"))
 
     def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
@@ -168,7 +98,7 @@ class TENorm(Norm):
         super().__init__(config, size, **options)
         kind = te.RMSNorm if self.normalize.rms else te.LayerNorm
         how = {"eps": self.normalize.epsilon, "zero_centered_gamma": self.normalize.from_one}
-        self.engine = _Engine(kind(size, params_dtype=self.weight.dtype, device="meta", **how), self)
+        self.engine = Engine(self, kind, size, params_dtype=self.weight.dtype, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.engine.module(x)
@@ -198,7 +128,7 @@ class TECoreAttention(CoreAttention):
             softmax_scale=self.scale,
             cp_group=split_over.group,
             cp_global_ranks=list(split_over.ranks),
-            cp_stream=torch.cuda.Stream() if split_over.group is not None and torch.cuda.is_available() else None,
+            cp_stream=_cp_stream() if split_over.group is not None and torch.cuda.is_available() else None,
             cp_comm_type=self.cp.comm_type,
         )
 
@@ -224,6 +154,12 @@ class TECoreAttention(CoreAttention):
         return context.view(batch, length, -1).transpose(0, 1)
 
 
+@functools.cache
+def _cp_stream() -> torch.cuda.Stream:
+    """Every other step of a ring runs here; one for all layers."""
+    return torch.cuda.Stream()
+
+
 def document_starts(attention_mask: Tensor) -> Tensor:
     """Where documents begin in the sequences `[b s]` one after the other, and the end: int32.
 
@@ -236,20 +172,19 @@ def document_starts(attention_mask: Tensor) -> Tensor:
     return torch.cat((first, first.new_tensor([batch * length]))).int()
 
 
-class TEGroupedLinear(GroupedLinear, _WithScales):
+class TEGroupedLinear(GroupedLinear, WithScales):
     """`te.GroupedLinear`, whose parameters, one for each expert, are views of the one that there is here."""
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(config, input_size, output_size, **options)
         num_experts, rows, columns = self.weight.shape
-        dtype = self.weight.dtype
-        module = te.GroupedLinear(num_experts, columns, rows, bias=False, params_dtype=dtype, device="meta")
-        self.engine = _Engine(module, nn.Module())
+        sizes = num_experts, columns, rows
+        self.engine = Engine(self, te.GroupedLinear, *sizes, bias=False, params_dtype=self.weight.dtype)
         self._padding = (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)) if config.fp8 is not None else None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         self._bind()
-        x, splits = _TellParameter.apply(x, self.weight), counts.tolist()
+        splits = counts.tolist()
         if self._padding is None:
             return self.engine(self, x, splits)
         pad, unpad = self._padding  # the kernels of fp8 take rows in multiples of 16 or 32
@@ -259,6 +194,9 @@ class TEGroupedLinear(GroupedLinear, _WithScales):
 
     def _bind(self) -> None:
         """Let the module's parameters be views of ours and of its gradient, which a buffer may have moved."""
+        fp8 = param_info(self.weight).fp8
+        if fp8 is not None and fp8.tensors:
+            return
         gradient, module = getattr(self.weight, "main_grad", None), self.engine.module
         assert gradient is not None or not torch.is_grad_enabled(), "experts train under data parallelism alone"
         for expert, matrix in enumerate(self.weight.detach()):
@@ -272,63 +210,50 @@ class TEGroupedLinear(GroupedLinear, _WithScales):
                 view.main_grad = gradient[expert]
 
 
-class _TellParameter(torch.autograd.Function):
-    """The identity; in the backward pass, when the gradient is in `main_grad`, the parameter's hooks run."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return dx, None
+def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Of `[s, b, g, heads, d]` by `[s, 1, 1, pairs]`, one for each pair; the kernel wants one for each element."""
+    each = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    rotated: Tensor = apply_rotary_pos_emb(x.flatten(2, 3), each, interleaved=interleaved, fused=True)
+    return rotated.view(x.shape)
 
 
-_FORMATS = {"e4m3": recipe.Format.E4M3, "hybrid": recipe.Format.HYBRID}
+def te_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    sequence_parallel: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` with a kernel for the logits, which are there twice for a while."""
+    logits = column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    padding = max(0, vocab_size - tp.rank * weight.shape[0])
+    if padding < weight.shape[0]:
+        logits[..., padding:] = torch.finfo(logits.dtype).min  # a rank may have nothing else: -inf would be NaN
+    losses = te.parallel_cross_entropy(logits, labels.contiguous(), 0.0, False, tp.group)
+    # Through a flat view, since kernels of older releases take a gradient in the order of the memory.
+    flat: Tensor = losses.flatten()
+    return flat.view(labels.shape)
 
 
-def _delayed(config: TransformerConfig, fp8_format: recipe.Format) -> recipe.Recipe:
-    return recipe.DelayedScaling(
-        margin=config.fp8_margin,
-        fp8_format=fp8_format,
-        amax_history_len=config.fp8_amax_history_len,
-        amax_compute_algo=config.fp8_amax_compute_algo,
+def set_up(config: TransformerConfig, tokens: int, tp_size: int) -> None:
+    """The user buffers of --tp-comm-overlap, for the activations of a micro batch `[tokens, hidden]`."""
+    if not config.tp_comm_overlap or tp_size == 1:
+        return
+    numbers, kinds = range(config.num_layers), te.UserBufferQuantizationMode
+    modes = {kinds.FP8 if config.fp8 is not None and config.quantizes(number) else kinds.NONE for number in numbers}
+    path = config.tp_comm_overlap_cfg
+    te.initialize_ub(
+        shape=[tokens, config.hidden_size],
+        tp_size=tp_size,
+        quantization_modes=list(modes),
+        dtype=config.params_dtype,
+        ub_cfgs=yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path is not None else None,
+        bootstrap_backend=config.tp_comm_bootstrap_backend,
     )
-
-
-RECIPES: dict[str, Callable[[TransformerConfig, recipe.Format], recipe.Recipe]] = {
-    "delayed": _delayed,
-    "tensorwise": lambda config, fp8_format: recipe.Float8CurrentScaling(fp8_format=fp8_format),
-    "blockwise": lambda config, fp8_format: recipe.Float8BlockScaling(fp8_format=fp8_format),
-    "mxfp8": lambda config, fp8_format: recipe.MXFP8BlockScaling(fp8_format=fp8_format),
-}
-
-
-def make_recipe(config: TransformerConfig) -> recipe.Recipe:
-    assert config.fp8 is not None
-    return RECIPES[config.fp8_recipe](config, _FORMATS[config.fp8])
-
-
-class TEPrecision(Precision):
-    """fp8 inside, but for the first and the last layers where the flags say so."""
-
-    def __init__(self, config: TransformerConfig, group: Any) -> None:
-        super().__init__(config, group)
-        self._recipe = make_recipe(config) if config.fp8 is not None else None
-
-    def chunk(self) -> AbstractContextManager[None]:
-        if self._recipe is None:
-            return nullcontext()
-        context: AbstractContextManager[None] = te.fp8_autocast(
-            enabled=True, fp8_recipe=self._recipe, fp8_group=self.group
-        )
-        return context
-
-    def layer(self, number: int) -> AbstractContextManager[None]:
-        if self._recipe is None or self.config.in_fp8(number):
-            return nullcontext()
-        context: AbstractContextManager[None] = te.fp8_autocast(enabled=False)
-        return context
 
 
 TRANSFORMER_ENGINE = LayerSpec(
@@ -340,5 +265,8 @@ TRANSFORMER_ENGINE = LayerSpec(
     grouped=TEGroupedLinear,
     precision=TEPrecision,
     checkpoint=te_checkpoint,
-    start_step=_STEP.start,
+    rope=te_rope,
+    cross_entropies={**LOCAL.cross_entropies, "te": te_cross_entropy},
+    set_up=set_up,
+    start_step=STEP.start,
 )

@@ -39,7 +39,6 @@ class TransformerBlock(MegatronModule):
         """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
         self.spec = layer_spec(config)
-        self.precision = self.spec.precision(config, stage)
         self.config, self.rng, self.layer_numbers = config, rng, layers
         stack = [
             TransformerLayer(
@@ -59,6 +58,7 @@ class TransformerBlock(MegatronModule):
             alike = kinds.setdefault(config.window_of(number), layer)
             layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(stack)
+        self.precision = self.spec.precision(config, stage, dict(zip(layers, stack, strict=True)))
         self.final_layernorm = (
             self.spec.norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
             if post_process

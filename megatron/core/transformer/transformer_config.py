@@ -143,6 +143,8 @@ class TransformerConfig:
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
     """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay treat better."""
+    norm_impl: str = flag("torch", choices=("torch", "apex"))
+    """What computes the norms of local layers: torch, or apex's fused kernels."""
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
     """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
     (OLMo 2), or both (Gemma 2)."""
@@ -262,12 +264,40 @@ class TransformerConfig:
     """With delayed scaling: number of maxima that are kept."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
     """With delayed scaling: which of them decides."""
+    fp8_param_gather: bool = flag(False)
+    """Keep and gather the weights of the layers in fp8; the fp32 main parameters are what is trained and stored."""
+    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",))
+    """Matrix products of the layers in 4 bits (Blackwell)."""
+    fp4_recipe: str = flag("nvfp4", choices=("nvfp4",))
+    """How fp4 tensors are scaled: by the maxima of 16 elements (NVFP4)."""
     first_last_layers_bf16: bool = flag(False)
-    """Keep the first and the last layers out of fp8, as many as the two options below say."""
+    """Keep the first and the last layers out of fp8 or fp4, as many as the two options below say."""
     num_layers_at_start_in_bf16: int = flag(1)
     """Layers at the start with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = flag(1)
     """Layers at the end with --first-last-layers-bf16."""
+    tp_comm_overlap: bool = flag(False)
+    """Overlap collectives of tensor parallelism with the matrix products that they are for (Transformer Engine)."""
+    tp_comm_overlap_cfg: str | None = flag(None)
+    """YAML file with the way of each of these overlaps. Default: Transformer Engine's."""
+    tp_comm_overlap_ag: bool = flag(True, "--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag")
+    """Do not overlap all-gathers."""
+    tp_comm_overlap_rs: bool = flag(True, "--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs")
+    """Do not overlap reduce-scatters."""
+    tp_comm_overlap_rs_dgrad: bool = flag(False)
+    """Overlap reduce-scatters with the gradients of inputs, too."""
+    tp_comm_bulk_dgrad: bool = flag(True, "--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad")
+    """Do not overlap the all-gather of inputs with their gradients."""
+    tp_comm_bulk_wgrad: bool = flag(True, "--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad")
+    """Do not overlap the reduce-scatter of the inputs' gradients with those of weights."""
+    tp_comm_bootstrap_backend: str = flag("nccl", choices=("nccl", "mpi", "gloo"))
+    """Backend of torch.distributed that the buffers of these overlaps are set up over."""
+    cross_entropy_loss_fusion: bool = flag(False)
+    """Take the loss from --cross-entropy-fusion-impl; native, which is fused in any case, without it."""
+    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
+    """The output layer with the loss in one, or Transformer Engine's kernel on the logits."""
+    apply_rope_fusion: bool = flag(False)
+    """Rotate queries and keys by Transformer Engine's kernel."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
@@ -425,10 +455,15 @@ class TransformerConfig:
         named = gates | {"squared_relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
-    def in_fp8(self, number: int) -> bool:
-        """Whether layer `number` computes in fp8."""
+    @property
+    def low_precision(self) -> str | None:
+        """The recipe of the layers' matrix products, where they are in fp8 or fp4."""
+        return self.fp8_recipe if self.fp8 is not None else self.fp4_recipe if self.fp4 is not None else None
+
+    def quantizes(self, number: int) -> bool:
+        """Whether layer `number` computes in fp8 or fp4."""
         first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
-        return self.fp8 is not None and (not self.first_last_layers_bf16 or first <= number < last)
+        return self.low_precision is not None and (not self.first_last_layers_bf16 or first <= number < last)
 
     def recomputes(self, module: str) -> bool:
         """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""
@@ -438,6 +473,13 @@ class TransformerConfig:
     def tanh_gelu(self) -> bool:
         """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact elsewhere."""
         return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+
+
+# The same model, whatever computed it: its shapes alone are wanted.
+COMPUTED_LOCALLY: dict[str, Any] = {
+    "transformer_impl": "local", "fp8": None, "fp4": None, "fp8_param_gather": False,
+    "cross_entropy_fusion_impl": "native", "apply_rope_fusion": False, "norm_impl": "torch",
+}  # fmt: skip
 
 
 def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:

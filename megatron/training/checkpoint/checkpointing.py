@@ -53,7 +53,7 @@ def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None =
     config = run.config.checkpoint
     model = model_state(run)
     empty = extra_states(model, run.config.model.experts)
-    state: ShardedStateDict = {**model, **empty, **fp8_state(run, model)}
+    state: ShardedStateDict = {**run.optimizer.weights(model), **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)
     if not config.no_save_rng:
@@ -110,7 +110,8 @@ def convert_in_place(config: Config) -> Rewrite:
     `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
     parallel, stages = config.parallel, config.pipeline_layout
     sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
-    layout = Layout.of(config.model.num_layers, *sizes, vars(stages))
+    experts = (parallel.ep_size, parallel.etp_size) if parallel.ep_size > 1 else (1, None)
+    layout = Layout.of(config.model.num_layers, *sizes, vars(stages), experts)
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)
@@ -147,7 +148,8 @@ def save_hf(run: Run) -> None:
         common.pop(key, None)
     _begin_anew(run, directory)
     try:
-        save(model_state(run), directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
+        weights = run.optimizer.weights(model_state(run))
+        save(weights, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error

@@ -113,6 +113,8 @@ def restore_fp8_state(
         isinstance(objects.get(key), dict) and module.restore_scales(objects[key], config)
         for key, module in modules.items()
     ]
+    if any(restored):
+        run.optimizer.requantize()
     if source_args.get("fp8") and not any(restored):
         now = f"of --fp8-recipe {config.fp8_recipe}" if config.fp8 is not None else "without fp8"
         logger.info(f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another layout")

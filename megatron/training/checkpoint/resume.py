@@ -149,7 +149,7 @@ def load_checkpoint(run: Run, start: Start | None) -> None:
 
     # Read into the live tensors. With an optimizer the weights follow from its main parameters, which are more precise.
     model, rng = model_state(run), rng_key(run.ps)
-    wanted = run.optimizer.state_to_load(model) if with_optimizer else dict(model)
+    wanted = run.optimizer.state_to_load(model) if with_optimizer else run.optimizer.weights(model, live=True)
     if training is not None and not config.no_load_rng and rng in training.rng:
         wanted[rng] = ShardedObject(rng, None)
     if training is not None and isinstance(source, RunCheckpoint):

@@ -226,8 +226,12 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
     except ValueError as error:
         problems.append(str(error))
-    if given.get("fp8") is not None and "transformer_impl" not in given:
-        notes.append("--transformer-impl transformer_engine: --fp8-format needs it")
+    needing = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
+    if given.get("cross_entropy_loss_fusion") and given.get("cross_entropy_fusion_impl") == "te":
+        needing["cross_entropy_fusion_impl"] = "--cross-entropy-fusion-impl te"
+    wanting = [name for field, name in needing.items() if given.get(field) is not None]
+    if wanting and "transformer_impl" not in given:
+        notes.append(f"--transformer-impl transformer_engine: {wanting[0]} needs it")
         given["transformer_impl"] = "transformer_engine"
     if "fim_rate" in given and not given.get("fim_data"):
         problems.append(

@@ -88,9 +88,15 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
-    """What attention of Transformer Engine cannot do over ranks of p2p and all_gather."""
-    model, cp_comm_type = config.model, config.parallel.cp_comm_type
-    if model.transformer_impl == "local" or config.parallel.cp_size == 1 or cp_comm_type == "a2a":
+    """What Transformer Engine cannot do: its attention over ranks of p2p and all_gather among it."""
+    model, parallel, cp_comm_type = config.model, config.parallel, config.parallel.cp_comm_type
+    if model.transformer_impl == "local":
+        return
+    if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
+        yield "--tp-comm-overlap needs --sequence-parallel: all-gathers and reduce-scatters are what it overlaps"
+    if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
+        yield "--fp8-param-gather needs --use-distributed-optimizer, whose gather it is"
+    if parallel.cp_size == 1 or cp_comm_type == "a2a":
         return
     for flag_name, given in {
         "--reset-attention-mask": config.data.reset_attention_mask,
@@ -225,7 +231,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
     (_check_context_parallel, "model parallel data"),
-    (_check_back_end, "model parallel data"),
+    (_check_back_end, "model parallel data ddp"),
     (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),

@@ -16,6 +16,7 @@ from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY
 from megatron.training.config.run_config import Config, ModelProvider
 
 
@@ -65,7 +66,7 @@ def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvide
 
     They have the local layers: shapes are the same, and no other back end need be installed.
     """
-    config = replace(config, model=replace(config.model, transformer_impl="local", fp8=None))
+    config = replace(config, model=replace(config.model, **COMPUTED_LOCALLY))
     meta = torch.device("meta")
     for place in chunk_places(config.layer_ranges(), ps, TensorParallelRng(0, ps.tp.rank), meta):
         module = model_provider(config, place)

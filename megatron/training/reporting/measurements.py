@@ -70,7 +70,8 @@ def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) ->
         for param in chunk.parameters():
             info = param_info(param)
             if counts_for_model(info, ps, sharded=False):
-                total += torch.linalg.vector_norm(param.float()).double().square()
+                for values in info.fp8.tensors if info.fp8 is not None else (param,):
+                    total += torch.linalg.vector_norm(values.float()).double().square()
     if ps.config.splits_experts:
         dist.all_reduce(total)
     elif ps.model.size > 1:

@@ -231,8 +231,9 @@ def _device(device: torch.device) -> str:
 
 def _precision(config: Config) -> str:
     name = str(config.model.params_dtype).removeprefix("torch.")
-    if config.model.fp8 is not None:
-        name += f", layers in fp8 ({config.model.fp8}, {config.model.fp8_recipe} scaling)"
+    if config.model.low_precision is not None:
+        narrow = f"fp8 ({config.model.fp8}" if config.model.fp8 is not None else f"fp4 ({config.model.fp4}"
+        name += f", layers in {narrow}, {config.model.low_precision} scaling)"
     return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
 
 

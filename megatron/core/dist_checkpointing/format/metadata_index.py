@@ -208,6 +208,7 @@ class _PickleWriter:
 
     def add_boxes(self, table: ChunkTable) -> int:
         """DCP's list of the boxes of a tensor; returns its number in `boxes`."""
+        # A parameter and its optimizer state are cut alike: one list for the four of them keeps the file small.
         cut = table.offset.shape, table.offset.tobytes(), table.shape.tobytes()
         if cut in self._lists:
             number, memo = self._lists[cut]
@@ -406,6 +407,7 @@ class _Index:
         length = entry.size * count
         if not 0 < position <= position + length < self._size:
             raise ValueError("entries outside of the file")
+        # With the opcodes around them: they prove that DCP's list begins and ends here, too.
         data = self._read(position - 1, length + 2)
         if data[:1] != b"(" or data[-1:] != end:
             raise ValueError("entries that begin or end elsewhere")

@@ -81,7 +81,7 @@ class _Scan:
             position += 1
             if opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
-            elif opcode in _FIXED:
+            elif opcode in _FIXED:  # most of the others: a table costs one look-up for all of them
                 taken, kind, size, needed = _FIXED[opcode]
                 if taken:
                     del stack[-taken:]
@@ -251,6 +251,7 @@ class _Scan:
         self.stack.append(self.memo[number])
 
     def _put(self, number: int) -> None:
+        # Every writer numbers its values in turn; a list as long as the number would be the attack.
         if number > len(self.memo):
             raise UnsafePickleError(f"its pickle stores value {number} after {len(self.memo)} others")
         self.memo[number : number + 1] = self.stack[-1:]

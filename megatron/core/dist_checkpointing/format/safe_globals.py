@@ -163,7 +163,7 @@ class Resolver:
         if isinstance(value, Stub):
             result = value.resolve(self)
         elif isinstance(value, dict):
-            memo[id(value)] = (value, value)
+            memo[id(value)] = (value, value)  # before its content, which may refer to it
             for key, item in list(value.items()):
                 value[key] = self.walk(item)
             return value
@@ -216,6 +216,7 @@ class TensorStub(Stub):
         last = self.offset + sum((n - 1) * s for n, s in zip(shape, self.stride, strict=True))
         if last >= numel:
             raise ValueError(f"tensor of shape {shape} at {self.offset} exceeds its storage of {numel} elements")
+        # Strides of 0 repeat elements: a few bytes would stand for terabytes as soon as somebody copies them.
         if math.prod(shape) > max(numel, _SMALL):
             raise ValueError(f"tensor of shape {shape} repeats the {numel} elements of its storage")
         return data.view(dtype, self.offset, shape, self.stride)

@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -231,18 +231,13 @@ def plain(value: Any, where: str) -> Any:
 MAX_JSON = 256 << 20  # bytes
 
 
-def open_descriptor(path: str | os.PathLike[str]) -> int:
+def _open_descriptor(path: str | os.PathLike[str]) -> int:
     """`path` for reading. Raises CheckpointError unless it is a regular file, OSError if it is not there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking: a pipe opens at once
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{printable(str(path))} is not a regular file")
     return descriptor
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The same as an unbuffered file."""
-    return open(open_descriptor(path), "rb", buffering=0)
 
 
 class OpenFile:
@@ -252,7 +247,7 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.descriptor: int | None = open_descriptor(path)
+        self.descriptor: int | None = _open_descriptor(path)
         self.size = os.fstat(self.descriptor).st_size
 
     def __enter__(self) -> OpenFile:

@@ -262,6 +262,7 @@ class Archive:
         if method != 0:
             raise self._damaged(f"record {printable(name)} is compressed; torch.save never compresses")
         wide = _zip64_values(extra)
+        # A field that is full stands for the number in the zip64 field, in this order.
         if size == _MAX32 and wide:
             size = wide.pop(0)
             wide = wide[1:] if fields[8] == _MAX32 else wide  # the compressed size is the same number

@@ -233,6 +233,7 @@ def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
         elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
             wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
     stored = _stored_keys(contents)
+    # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of keys.
     requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
     return KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
 

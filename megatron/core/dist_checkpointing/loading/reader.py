@@ -111,6 +111,7 @@ class Reader:
         for request in requests:
             for piece in self._pieces(request):
                 by_file[piece.chunk.location.file].append(piece)
+        # A task reads one file from front to back: the disk sees few long reads, whatever order was asked for.
         batches = [batch for pieces in by_file.values() for batch in _batches(pieces)]
         if workers == 1 or len(batches) == 1:
             for batch in batches:
@@ -128,6 +129,7 @@ class Reader:
             region = narrow(target, in_target, shape)
             found += region.numel()
             yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
+        # Chunks of a tensor do not overlap, so these elements are as many as asked for only if none is missing.
         if found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "

@@ -249,6 +249,7 @@ def _replicas(held: _Held) -> tuple[np.ndarray, np.ndarray]:
     shape, rank = held.shape[order], held.rank[order]
     new = np.ones(len(order), dtype=bool)
     new[1:] = (np.diff(places[order]) != 0) | (shape[1:] != shape[:-1]).any(axis=1)
+    # Lines of one box are in rank order, so two of the same rank are neighbours.
     twice = np.flatnonzero(~new[1:] & (rank[1:] == rank[:-1]))
     if len(twice):
         line = order[twice[0]]
@@ -357,6 +358,7 @@ def _share_out(shares: list[int], sizes: Sequence[tuple[int, int]]) -> Iterator[
         while done < rows:
             take = rows - done
             if current < len(due) - 1 and row_bytes:
+                # As many rows as come nearest to the share: rounding down would leave all remainders to the last one.
                 take = min(take, -(-(2 * left - row_bytes) // (2 * row_bytes)))
             if take > 0:
                 yield due[current][0], number, done, take

@@ -141,8 +141,8 @@ class TopKRouter(MegatronModule):
         else:
             spread = self.axes.everyone if kind == "global_aux_loss" else self.axes.tokens
             counts = _summed(counts.sum(0), *spread)
-            if kind == "global_aux_loss":
-                counts = self._mean_over_microbatches(counts)
+            if kind == "global_aux_loss":  # the mean over the micro batches of all replicas, and so far
+                counts = self._mean_over_microbatches(counts * (self.axes.token_ranks / self.axes.all_ranks))
             products = (scores.sum(0) * counts).sum()
         return products * (self.num_experts / (self.config.moe_router_topk * num_tokens**2))
 

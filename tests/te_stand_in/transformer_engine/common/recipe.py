@@ -35,3 +35,8 @@ class Float8BlockScaling(Recipe):
 @dataclass
 class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
+
+
+@dataclass
+class NVFP4BlockScaling(Recipe):
+    fp8_format: Format = Format.E4M3

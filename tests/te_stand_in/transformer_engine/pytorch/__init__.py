@@ -5,6 +5,7 @@ which every rank of the group agrees on when the outermost autocast ends; weight
 """
 
 import contextlib
+import enum
 import math
 from types import SimpleNamespace
 
@@ -14,11 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from .tensor import Fp8Tensor, Quantizer
+
+USER_BUFFERS = []  # what `initialize_ub` was told
 CALLS = []  # (module, what it was told) of every forward pass of a linear layer
 
 
 class _Fp8:
-    recipe = group = None
+    recipe = group = model_recipe = None
     depth = 0
     used = {}  # modules whose maxima are new
 
@@ -37,6 +41,49 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
             for module in _Fp8.used.values():
                 module.update_scales(fp8_group)
             _Fp8.used.clear()
+
+
+@contextlib.contextmanager
+def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    before, _Fp8.model_recipe = _Fp8.model_recipe, recipe if enabled else None
+    try:
+        yield
+    finally:
+        _Fp8.model_recipe = before
+
+
+class UserBufferQuantizationMode(enum.Enum):
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(
+    shape, tp_size, use_fp8=False, quantization_modes=None, dtype=torch.bfloat16, ub_cfgs=None, bootstrap_backend=None
+):
+    USER_BUFFERS.append((shape, tp_size, quantization_modes, dtype, ub_cfgs, bootstrap_backend))
+
+
+def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None):
+    """Logits `[s, b, v / ranks]`, targets `[s, b]` of the whole vocabulary."""
+    assert inp.isfinite().all() and target.is_contiguous() and not reduce_loss
+    if dist_process_group is not None:
+        inp = _Gather.apply(inp, dist_process_group)
+    return F.cross_entropy(inp.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+
+
+class _Gather(torch.autograd.Function):
+    """Along the last dimension; every rank has the same loss, so its gradient is this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.rank, parts = dist.get_rank(group), [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        ctx.size = len(parts)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.chunk(ctx.size, -1)[ctx.rank].contiguous(), None
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
@@ -60,6 +107,15 @@ class _Module(nn.Module):
     def __init__(self):
         super().__init__()
         self.fp8_meta, self.fp8, self._rounded = {}, False, None
+        self.primary_weights_in_fp8 = _Fp8.model_recipe is not None
+
+    def init_fp8_weights(self, names):
+        """The last thing that a constructor does."""
+        self.param_init_meta = {name: SimpleNamespace(fp8_meta_index=3 * i + 1) for i, name in enumerate(names)}
+        if self.primary_weights_in_fp8:
+            self.fp8_meta |= {"recipe": _Fp8.model_recipe, "num_gemms": len(names)}
+            self.init_fp8_meta_tensors(_Fp8.model_recipe)
+            self.quantizers = {"scaling_fwd": [Quantizer(self, slot) for slot in range(3 * len(names))]}
 
     def start(self):
         self.fp8 = _Fp8.recipe is not None
@@ -68,6 +124,8 @@ class _Module(nn.Module):
             self.init_fp8_meta_tensors(_Fp8.recipe)
 
     def init_fp8_meta_tensors(self, recipe):
+        if "scaling_fwd" in self.fp8_meta:
+            return
         for name, each in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             count = each * self.fp8_meta["num_gemms"]
             history = torch.zeros(recipe.amax_history_len, count)
@@ -90,6 +148,8 @@ class _Module(nn.Module):
         meta.amax_history[0].zero_()
 
     def weight_for(self, weight, is_first_microbatch):
+        if isinstance(weight, Fp8Tensor):
+            return weight.dequantize()
         if not self.fp8:
             return weight
         if is_first_microbatch is not False or self._rounded is None:
@@ -150,9 +210,12 @@ def _combine(x, group, sums, sequence):
 class Linear(_Module):
     def __init__(
         self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-        tp_size=1, bias=True, params_dtype=None, parallel_mode=None, device="cuda",
+        tp_size=1, bias=True, params_dtype=None, parallel_mode=None, device="cuda", ub_overlap_rs=False,
+        ub_overlap_ag=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
     ):  # fmt: skip
         super().__init__()
+        overlaps = (ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        self.overlaps = (ub_name, overlaps) if any(overlaps) else None
         self.tp_group, self.tp_size, self.mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel, self.fuse_wgrad_accumulation = (
             sequence_parallel and tp_size > 1,
@@ -162,10 +225,12 @@ class Linear(_Module):
         columns = in_features // (tp_size if parallel_mode == "row" else 1)
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=params_dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=params_dtype, device=device)) if bias else None
+        self.init_fp8_weights(["weight"])
 
     def forward(self, inp, is_first_microbatch=None):
         self.start()
-        CALLS.append((self, {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}))
+        told = {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}
+        CALLS.append((self, told | {"overlaps": self.overlaps, "primary": isinstance(self.weight, Fp8Tensor)}))
         if self.mode == "column" and self.tp_size > 1:
             inp = _Sum.apply(inp, self.tp_group, False, self.sequence_parallel)
         inp = self.rounded(inp, 0) if self.fp8 else inp
@@ -219,6 +284,7 @@ class GroupedLinear(_Module):
         for index in range(num_gemms):
             empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
             setattr(self, f"weight{index}", nn.Parameter(empty))
+        self.init_fp8_weights([f"weight{index}" for index in range(num_gemms)])
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
         self.start()
@@ -228,7 +294,10 @@ class GroupedLinear(_Module):
         assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
         fused, first = self.fuse_wgrad_accumulation, is_first_microbatch is True
         return torch.cat(
-            [_Product.apply(x, w, w, fused, first) for x, w in zip(inp.split(m_splits), weights, strict=True)]
+            [
+                _Product.apply(x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first)
+                for x, w in zip(inp.split(m_splits), weights, strict=True)
+            ]
         )
 
 
@@ -251,13 +320,39 @@ class Fp8Unpadding(nn.Module):
         return torch.cat([x[:rows] for x, rows in zip(inp.split(padded), m_splits, strict=True)])
 
 
+def _positions(length, group):
+    """Of this rank's two chunks, one from each end, and of those of all ranks in their order."""
+    size, chunk = dist.get_world_size(group), length // 2
+    chunks = [torch.arange(index * chunk, (index + 1) * chunk) for index in range(2 * size)]
+    by_rank = [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(size)]
+    return by_rank[dist.get_rank(group)], torch.cat(by_rank)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Of all ranks, whose queries have a gradient for each."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, parts = group, [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.clone()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
 class DotProductAttention(nn.Module):
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
         softmax_scale=None, cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p",
     ):  # fmt: skip
         super().__init__()
-        assert cp_group is None, "context parallelism is not stood in for"
+        self.cp_group = cp_group
+        assert cp_group is None or cp_global_ranks == dist.get_process_group_ranks(cp_group)
+        assert cp_comm_type in ("p2p", "all_gather") or cp_group is None  # a2a is exchanged before
         self.heads, self.channels, self.groups = num_attention_heads, kv_channels, num_gqa_groups
         self.scale, self.dropout = softmax_scale or kv_channels**-0.5, attention_dropout
 
@@ -280,9 +375,14 @@ class DotProductAttention(nn.Module):
         else:
             assert attn_mask_type == "causal" and cu_seqlens_q is None
             document = torch.zeros(len(q), dtype=torch.long)
-        place = torch.arange(len(q))
-        distance = place.unsqueeze(1) - place
-        hidden = (distance < 0) | (document.unsqueeze(1) != document)
+        place = here = torch.arange(len(q))
+        if self.cp_group is not None:
+            assert qkv_format == "sbhd" and core_attention_bias_type == "no_bias"
+            here, place = _positions(len(q), self.cp_group)
+            k, v = (_GatherKeys.apply(x, self.cp_group) for x in (k, v))
+            document = torch.zeros(len(k), dtype=torch.long)
+        distance = here.unsqueeze(1) - place
+        hidden = (distance < 0) | (document[: len(q)].unsqueeze(1) != document)
         if window_size is not None:
             hidden |= distance > window_size[0]
         scores = torch.einsum("sbhd,tbhd->bhst", q.float(), k.float()) * self.scale

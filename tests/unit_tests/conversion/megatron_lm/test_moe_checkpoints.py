@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from megatron.conversion.convert import Hints, compare, convert, open_checkpoint
 from megatron.conversion.megatron_lm.args import is_extra_state
@@ -10,7 +11,7 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
 from megatron.conversion.model_space.source import Options
-from megatron.core.dist_checkpointing import ShardedTensor, load_common, read_metadata, safe_load, save
+from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
 from tests.unpacked import unpacked
@@ -52,22 +53,31 @@ def test_without_the_distributed_optimizer(archive):
         assert (value - other.read(key, (0,) * value.dim(), tuple(value.shape))).abs().max() < 1e-6
 
 
-def test_the_legacy_files_we_write_are_megatrons(archive, tmp_path):
-    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert."""
-    source = open_checkpoint(archive("single_fully_reshardable"))
+# (a form to write from, what Megatron-LM wrote of the same state, its files)
+THEIR_FILES = [
+    ("mixtral_fp32/single_fully_reshardable", "mixtral_fp32/single_legacy", 2),
+    ("mixtral_fp32/tp2ep2etp2_dp_reshardable", "mixtral_fp32/tp2ep2etp2_legacy", 8),
+    ("mixtral_fp32/ep2_nodistopt_legacy", "mixtral_fp32/ep2_nodistopt_legacy", 2),
+    ("deepseek_fp32/pp2ep2_legacy", "deepseek_fp32/pp2ep2_legacy", 8),
+]
+
+
+@pytest.mark.parametrize("form,legacy,count", THEIR_FILES)
+def test_the_legacy_files_we_write_are_megatrons(tmp_path_factory, tmp_path, form, legacy, count):
+    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert, rank by rank."""
+    source = open_checkpoint(unpacked(tmp_path_factory, f"megatron_moe/{form}"))
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
-    theirs = sorted(archive("single_legacy").rglob("*.pt"))
-    assert len(theirs) == 2
+    theirs = sorted(unpacked(tmp_path_factory, f"megatron_moe/{legacy}").rglob("*.pt"))
+    assert len(theirs) == count
     for path in theirs:
         expected, got = safe_load(path), safe_load(tmp_path / "out" / path.parent.name / path.name)
-        for content in (expected, got):
+        for content in [content for content in (expected, got) if "args" in content]:
             content.pop("rerun_state_machine", None)
             content.pop("rng_state", None)
-            if "args" in content:
-                content["args"] = comparable(content["args"])
+            content["args"] = comparable(content["args"])
         if "args" in got:
             assert got["args"].pop("model_vocab_size") == 288
-            assert got["args"].pop("norm_epsilon") == 1e-5
+            assert got["args"].pop("norm_epsilon") == expected["args"]["layernorm_epsilon"]
         assert_equal(expected, got, path.name)
 
 
@@ -120,14 +130,38 @@ def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
     assert compare(source, open_checkpoint(tmp_path / "back")) == 4 * WEIGHTS
 
 
-@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2)])
-def test_reshaped_and_back(archive, tmp_path, tp, pp):
+@pytest.mark.parametrize("tp,pp,ep,etp", [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)])
+def test_reshaped_and_back(archive, tmp_path, tp, pp, ep, etp):
     """Of a run with EP 2 and ETP 2: legacy files at other layouts, then torch_dist."""
     source = open_checkpoint(archive("tp2ep2etp2_dp_reshardable"))
     expected = read_all(source)
-    write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp))
+    write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp, experts=(ep, etp)))
     reshaped = open_checkpoint(tmp_path / "iter_0000005")
-    assert reshaped.args["expert_model_parallel_size"] == 1
+    assert reshaped.args["expert_model_parallel_size"] == ep
     assert_same(read_all(reshaped), expected)
     write_torch_dist(reshaped, tmp_path / "torch_dist/iter_0000005")
     assert_same(read_all(open_checkpoint(tmp_path / "torch_dist/iter_0000005")), expected)
+
+
+def test_layouts_that_legacy_files_have_no_names_for(archive, tmp_path):
+    """Two ranks of one (tp, pp, ep), or a rank of the dense layers that writes nothing."""
+    source = open_checkpoint(archive("single_legacy"))
+    for tp, ep, etp in ((1, 2, 2), (4, 2, 1)):
+        with pytest.raises(
+            ValueError, match=f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}"
+        ):
+            write_legacy(source, tmp_path / "out", Layout.of(2, tp, 1, experts=(ep, etp)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_of_the_legacy_grouped_gemm_are_refused(archive, tmp_path):
+    """All experts of a rank in one tensor, transposed."""
+    write_legacy(open_checkpoint(archive("single_legacy")), tmp_path / "iter_0000005", Layout.of(2, 1, 1))
+    path = tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    kept = {name: value for name, value in content["model"].items() if ".local_experts." not in name}
+    layers = [name.removesuffix("router.weight") for name in kept if name.endswith("router.weight")]
+    content["model"] = kept | {f"{layer}experts.weight{n}": torch.zeros(16, 256) for layer in layers for n in (1, 2)}
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="--moe-use-legacy-grouped-gemm, transposed and all in one tensor"):
+        open_checkpoint(tmp_path)

@@ -1,5 +1,6 @@
 """Fill in the middle, with a tokenizer of the file formats that are used in earnest."""
 
+import dataclasses
 import itertools
 import json
 import pickle
@@ -173,13 +174,8 @@ def test_a_row_that_is_not_full_keeps_its_padding(tokenizer, tmp_path):
 
 
 def test_tokens_that_every_text_begins_with_are_not_repeated(tokenizer):
-    class WithBos:
-        eod, token_id, detokenize = tokenizer.eod, tokenizer.token_id, tokenizer.detokenize
-
-        def tokenize(self, text):
-            return [1000, *tokenizer.tokenize(text)]
-
-    told = FillInTheMiddle(config_for(fim_rate=1), WithBos())(row_of(tokenizer), np.random.RandomState(0))
+    with_bos = dataclasses.replace(tokenizer, tokenize=lambda text: [1000, *tokenizer.tokenize(text)])
+    told = FillInTheMiddle(config_for(fim_rate=1), with_bos)(row_of(tokenizer), np.random.RandomState(0))
     assert 1000 not in told
 
 

@@ -8,7 +8,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.conversion.model_space.rank_layout import local_name
 from megatron.core.models import GPTModel
-from megatron.core.parallel_state import ExpertAxes
+from megatron.core.parallel_state import ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.balancing import finish_step, routers
@@ -204,6 +204,38 @@ def test_the_expert_bias_follows_the_load():
     router(torch.ones(8, 16), 2).probs.sum().backward()
     finish_step([router])  # all of the load was the first expert's
     torch.testing.assert_close(router.expert_bias, torch.tensor([0.299, 0.201, 0.101, 0.001]))
+
+
+MICROBATCHES, TOKENS = 3, 24
+
+
+def global_loss(rank, world_size):
+    """What a router reports of its loss in a step, and its gradient, of this replica's tokens."""
+    config = config_of(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5, moe_router_topk=2)
+    axes = ExpertAxes()
+    if world_size > 1:
+        axes = ParallelState.create(ParallelConfig()).expert_axes
+    router = TopKRouter(config, layer_number=0, axes=axes)
+    router.initialize(seed=4)
+    router.start_step(1.0, per_token_loss=False)
+    everything = torch.randn(MICROBATCHES, TOKENS, 16, generator=torch.Generator().manual_seed(9))
+    for tokens in everything.chunk(world_size, 1)[rank]:
+        router(tokens, 1).probs.sum().mul(0.0).backward()
+    return router.recorded["global_load_balancing_loss"], router.weight.grad, router.weight.detach(), everything
+
+
+def test_the_loss_over_the_global_batch(pool):
+    """E / (k T) * sum of p * counts / T, with the mean counts so far; two replicas with halves are one with all."""
+    reported, gradient, weight, everything = global_loss(0, 1)
+    weight.requires_grad_()
+    scores = torch.softmax(everything @ weight.t(), -1)
+    counts = F.one_hot(scores.topk(2, -1).indices, 4).sum((1, 2)).float().cumsum(0) / torch.arange(1, 4).view(3, 1)
+    expected = (scores.sum(1) * counts).sum() * 4 / (2 * TOKENS**2)
+    torch.testing.assert_close(reported, expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * expected, weight)[0])
+    replicas = pool.run(global_loss, 2)
+    torch.testing.assert_close(sum(replica[0] for replica in replicas) / 2, reported)
+    torch.testing.assert_close(sum(replica[1] for replica in replicas) / 2, gradient)
 
 
 def test_an_expert_without_room_drops_the_lowest_weights():

@@ -80,7 +80,7 @@ def test_every_kind_of_value():
             "--mtp-num-layers 1 --mtp-loss-scaling-factor 4",
             r"--mtp-num-layers 1 \(and 1 more flags of it\): .*multi-token",
         ),
-        ("--fp4-format e2m1", r"fp4 arithmetic is not implemented here"),
+        ("--fp4-param-gather", r"primary weights in fp4 is not implemented here"),
         ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork"),
         ("--batch-size 4", r"--batch-size 4: Megatron-LM has renamed this flag to --micro-batch-size"),
         ("--spec x y", r"--spec x y: this option of Megatron-LM is not implemented here"),

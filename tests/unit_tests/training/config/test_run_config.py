@@ -81,6 +81,28 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         config(flags, world)
 
 
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 needs --window-size"),
+        ("--window-size 4,0 --window-attn-skip-freq 0", "--window-attn-skip-freq must be positive, got 0"),
+        (
+            "--window-size 4,0 --window-attn-skip-freq [1]*2",
+            r"\[1, 1\] must have a 0 or a 1 for each of the --num-layers",
+        ),
+        ("--attn-logit-softcapping 50", "--attention-dropout 0.1: the kernel that caps scores has no dropout"),
+        ("--final-logit-softcapping 0", "--final-logit-softcapping must be positive, got 0.0"),
+        ("--qk-layernorm-across-heads --qk-layernorm", "needs --qk-layernorm and --normalization RMSNorm"),
+        ("--norm-placement both --num-experts 4", "--norm-placement both does not go with --num-experts"),
+        ("--swiglu --geglu", "--swiglu and --geglu exclude each other"),
+        (f"{CONTEXT} 2 --cp-comm-type p2p a2a", "unexpected value .a2a."),
+    ],
+)
+def test_models_that_cannot_be(flags, message):
+    with pytest.raises(ValueError, match=message):
+        config(flags, 2)
+
+
 def test_saves_that_will_not_happen_are_pointed_out():
     assert config("--save-interval 2 --keep-last-n 1").notes == [
         "nothing is saved: --save-interval, --keep-last-n without --save"

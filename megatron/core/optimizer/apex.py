@@ -1,0 +1,69 @@
+"""--optimizer-impl apex: the update and the norm of gradients by apex's multi-tensor kernels.
+
+Main parameters, moments and steps stay ours, flat and under their names in checkpoints; torch's kernels are the oracle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.update_rules import UpdateRule
+
+_CHUNK = 2048 * 32  # elements of a block, as in apex
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"--optimizer-impl apex: {name} cannot be imported ({error}). Build apex with its C++ and CUDA extensions "
+            "(docs/gpu.md), or take --optimizer-impl torch"
+        ) from error
+
+
+class ApexAdam(UpdateRule):
+    """`apex.optimizers.FusedAdam`. To it this is the gradient scaler, which has `grad_scale` and `found_inf`.
+
+    The gradients are divided in place. Nothing waits for the device.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
+        super().__init__(groups, **hyperparameters)
+        on_device = [group | {"lr": torch.tensor(group["lr"])} for group in self.param_groups]
+        self._adam = _import("apex.optimizers").FusedAdam(on_device, capturable=True)
+        self.state = self._adam.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._adam._dummy_overflow_buf.zero_()  # of the step before; it would hold back the number of this one
+        for ours, theirs in zip(self.param_groups, self._adam.param_groups, strict=True):
+            if ours["params"]:
+                theirs["lr"].fill_(ours["lr"])
+                theirs["weight_decay"], theirs["step"] = (
+                    ours["weight_decay"],
+                    self.states(ours, "step")[0].int().view(1),
+                )
+        self._adam.step(grad_scaler=self)
+        for state in self.state.values():
+            state["step"].add_(1.0 - self.found_inf)
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
+        return {self.found_inf.device: self.found_inf}
+
+    def _get_scale_async(self) -> Tensor:
+        return self.grad_scale
+
+
+def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """`grad_scaler.sum_of_squares` in one kernel, which sums blocks in fp32."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    overflow = torch.zeros(1, dtype=torch.int, device=device)  # it is set by other kernels of this kind
+    norm, _ = _import("amp_C").multi_tensor_l2norm(_CHUNK, overflow, [list(grads)], False)
+    return norm.squeeze().double().square()  # type: ignore[no-any-return]

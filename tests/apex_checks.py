@@ -1,0 +1,76 @@
+"""apex's optimizer, norms of gradients and layer norms against torch's: what any apex must pass, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.optimizer import apex, grad_scaler
+from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def check_adam(device: str, tolerance: float) -> None:
+    """Over steps with another rate and decay each, one of them skipped; two groups and an empty one."""
+    torch.manual_seed(0)
+    values = [torch.randn(size) for size in (1000, 70_000, 64)]
+    rules = []
+    for make in (apex.ApexAdam, AdamW):
+        params = [value.to(device, copy=True) for value in values]
+        groups = [{"params": part, "lr": 1e-2, "weight_decay": 0.1} for part in (params[:2], params[2:], [])]
+        rule = make(groups, betas=(0.9, 0.95), eps=1e-8)
+        for param in params:
+            zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            rule.state[param] = zeros | {"step": torch.zeros((), device=device)}
+        rules.append((rule, params))
+    for number in range(5):
+        gradients = [3.0 * torch.randn(len(value)) for value in values]
+        for rule, params in rules:
+            rule.param_groups[0]["lr"], rule.param_groups[1]["weight_decay"] = 1e-2 / (number + 1), 0.05 * number
+            rule.grad_scale = torch.tensor(2.0 + number, device=device)
+            rule.found_inf = torch.tensor(float(number == 2), device=device)
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient.to(device, copy=True)
+                param.grad[7] = torch.nan if number == 2 else param.grad[7]
+            rule.step()
+        (ours, mine), (theirs, expected) = rules
+        for param, wanted in zip(mine, expected, strict=True):
+            torch.testing.assert_close(param, wanted, rtol=tolerance, atol=tolerance)
+            assert ours.state[param]["step"] == theirs.state[wanted]["step"] == number + (number < 2)
+            for name in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(
+                    ours.state[param][name], theirs.state[wanted][name], rtol=tolerance, atol=tolerance
+                )
+
+
+def check_sum_of_squares(device: str) -> None:
+    grads = [torch.randn(size, device=device) for size in (5, 100_000)]
+    wanted = grad_scaler.sum_of_squares(grads, torch.device(device))
+    torch.testing.assert_close(apex.sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0)
+    assert apex.sum_of_squares([], torch.device(device)) == 0.0
+
+
+def check_norms(device: str, tolerance: float) -> None:
+    """Values and gradients, fp32 and bf16, with weights around 1 and around 0."""
+    for normalization in ("RMSNorm", "LayerNorm"):
+        for from_one in (False, True):
+            for bf16 in (False, True):
+                found = [_normed(impl, normalization, from_one, bf16, device) for impl in ("apex", "torch")]
+                for mine, wanted in zip(*found, strict=True):
+                    tolerated = (2e-2 if bf16 else tolerance) * float(wanted.abs().max())
+                    torch.testing.assert_close(mine, wanted, rtol=0.0, atol=tolerated)
+
+
+def _normed(impl: str, normalization: str, from_one: bool, bf16: bool, device: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        1, 64, 4, normalization=normalization, apply_layernorm_1p=from_one, bf16=bf16, norm_impl=impl
+    )
+    norm = Norm(config, 64, partial_grad=False, device=torch.device(device))
+    for param in norm.parameters():
+        param.data.copy_(torch.randn(64))
+    x = torch.randn(16, 2, 64).to(device, config.params_dtype).requires_grad_()
+    y = norm(x)
+    y.backward(torch.randn(16, 2, 64).to(y))
+    gradients = [param.grad for param in (x, *norm.parameters())]
+    return [tensor.detach().float() for tensor in (y, *gradients) if tensor is not None]

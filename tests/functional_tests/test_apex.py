@@ -1,0 +1,55 @@
+"""--optimizer-impl apex and --norm-impl apex over a stand-in (tests/apex_stand_in): the numbers and files of torch."""
+
+import sys
+
+import pytest
+
+from megatron.core.optimizer.apex import sum_of_squares
+from megatron.training.config.run_config import parse_args
+from tests import ROOT, apex_checks
+from tests.training_harness import COMMON, LAYOUTS, MODELS, train
+
+STAND_IN = [str(ROOT / "tests/apex_stand_in" / part) for part in ("kernels", "python")]
+APEX = "--optimizer-impl apex --norm-impl apex "
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(sys, "path", STAND_IN + sys.path)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_kernels_as_they_are_called():
+    apex_checks.check_adam("cpu", 1e-6)
+    apex_checks.check_sum_of_squares("cpu")
+    apex_checks.check_norms("cpu", 1e-5)
+
+
+def train_with_stand_in(rank, world_size, flags):
+    sys.path[:0] = [path for path in STAND_IN if path not in sys.path]
+    return train(rank, world_size, flags)
+
+
+def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
+    """Half of a run by apex, the rest by torch, at another layout: the curve of one run by torch."""
+    flags = f"--mock-data --train-iters 4 {MODELS['llama']} "
+    expected = pool.run(train, 1, flags)[0].measured
+    common = f"{flags} --save {tmp_path} --load {tmp_path} "
+    first = pool.run(
+        train_with_stand_in, 2, f"{common} {APEX} {LAYOUTS['dp2_distributed_optimizer'][1]} --exit-interval 2"
+    )
+    second = pool.run(train, 1, common)
+    for name in ("losses", "grad_norms"):
+        measured = getattr(first[0].measured, name) + getattr(second[0].measured, name)
+        assert measured == pytest.approx(getattr(expected, name), rel=2e-5), name
+
+
+def test_without_apex_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amp_C", None)
+    with pytest.raises(ValueError, match=r"amp_C cannot be imported.*Build apex.*--optimizer-impl torch"):
+        sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
+    with pytest.raises(ValueError, match=r"Build apex.*--norm-impl torch"):
+        apex_checks.check_norms("cpu", 0.0)
+    with pytest.raises(ValueError, match="apex has --optimizer adam alone"):
+        parse_args(f"{COMMON} --mock-data --train-iters 1 --optimizer sgd {APEX}".split(), 1)
