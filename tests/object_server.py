@@ -63,9 +63,13 @@ class FaultyProxy:
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
-                if kind == "quotes":
-                    tags = [name for name in headers if name.lower() == "if-match"]
-                    headers |= {name: f'"{headers[name]}"' for name in tags}
+                if kind == "quotes" and any(
+                    name.lower() == "if-match" and value.startswith('"') for name, value in headers.items()
+                ):
+                    self.send_response(412)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
                 if kind == "strip":
                     headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
                 connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
