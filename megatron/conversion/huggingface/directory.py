@@ -112,7 +112,7 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
 
 def write_state(directory: Path, source: Source, files: list[str]) -> None:
     """The JSON part; RNG state is left out: it belongs to one layout."""
-    training = dataclasses.asdict(source.training or TrainingState()) | {"rng": {}}
+    training = dataclasses.asdict(dataclasses.replace(source.training or TrainingState(), rng={}))
     try:
         json.dumps(training)
     except TypeError as error:

@@ -35,7 +35,7 @@ def test_stages(name):
 
 def test_the_stage_of_transformer_engine_builds_on_the_other_one():
     text = STAGES[STAGES.index("gpu_te") + 1]
-    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["root", "1001:1001"]
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["0:0", "1001:1001"]
     assert "==${TE_VERSION}" in text and re.search(r"^ARG TE_VERSION=[0-9.]+$", text, re.MULTILINE)
 
 
