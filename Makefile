@@ -8,13 +8,14 @@ PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 SETUP_FLAGS ?=
 
-.PHONY: help setup demo test check docker-lint image-steps docs interop clean
+.PHONY: help setup demo test check docker-lint image-steps docs bench interop clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
 	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker"
+	@echo "make bench  all benchmarks, their tables into docs/benchmarks.md (BENCH=\"--only startup\": some of them)"
 	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 
@@ -50,6 +51,9 @@ docs: setup
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
+
+bench: setup
+	$(PY) benchmarks/run_all.py $(BENCH)
 
 interop: setup
 	$(PY) tests/interop/run.py

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
-from megatron.core.transformer.context_parallel import ContextParallel
+from megatron.core.transformer.attention.context_parallel import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
         batch.get("position_ids"),
         input_tensor=activation,
         labels=batch.get("labels"),
-        attention_mask=batch.get("attention_mask"),
+        documents=batch.get("documents"),
     )
     return output if output.dim() == 3 else loss_func(output, batch["loss_mask"])
 

@@ -173,8 +173,7 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
             memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
             assert memory is not None
             if tuple(peer) not in peers:
-                times = [float(line) for line in re.findall(r"^[\d.]+$", run(peer), re.MULTILINE)]
-                peers[tuple(peer)] = times[options.iterations // 4 :]
+                peers[tuple(peer)] = step_times(run(peer))[options.iterations // 4 :]
             for who, times in {"ours": iteration_times(output), "transformers": peers[tuple(peer)]}.items():
                 seconds = statistics.median(times) / 1e3
                 speed, tokens = work / seconds, shape.seq * shape.batch / seconds
@@ -189,7 +188,10 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
 
 
 def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it costs in all."""
+    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it costs in all.
+
+    Beside it the same of transformers with `async_save` of torch.distributed.checkpoint, of as many bytes.
+    """
     name, shape = next(iter(models.items()))
     iterations = 40
     flags = ["pretrain_gpt.py", *shape.ours(iterations), "--device", options.device]
@@ -200,16 +202,33 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
     output = run([*flags, *saving])
     whole = time.perf_counter() - began
     shutil.rmtree(directory)
-    blocking = [float(value) for value in re.findall(r"saved .*: blocking (\d+) ms", output)]
+    saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) GB at", output)
+    blocking = [float(milliseconds) for milliseconds, _ in saves]
     with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
-    gigabytes = re.search(r"; ([\d.]+) GB at", output)
-    assert gigabytes is not None
+    head = f"checkpoint: {name}, {saves[0][1]} GB, every 10 iterations, {len(saves)} saves in {whole:.0f} s"
+    lines = [head, *saving_lines("ours", plain, with_saves, blocking)]
+    peer = ["benchmarks/peers/transformers_training.py", *shape.peer(iterations), "--device", options.device]
+    alone = statistics.mean(step_times(run(peer))[10:])
+    for who, more in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
+        output = run([*peer, "--save", str(directory), *more])
+        shutil.rmtree(directory)
+        blocking = [float(value) for value in re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)]
+        lines += saving_lines(who, alone, statistics.mean(step_times(output)[10:]), blocking)
+    return lines
+
+
+def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float]) -> list[str]:
+    """Of iterations without saves and with them, in ms."""
     cost, held = 100 * (with_saves / plain - 1), statistics.median(blocking)
     return [
-        f"checkpoint: {name}, {gigabytes[1]} GB, every 10 iterations, {len(blocking)} saves in {whole:.0f} s",
-        f"  iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
-        f"  blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
+        f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
+        f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
     ]
+
+
+def step_times(output: str) -> list[float]:
+    """ms of every step of a peer."""
+    return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
 
 def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:

@@ -3,9 +3,12 @@
 Two processes are two nodes. All is measured in one run, in turns; reported are medians. "lost" is the training time
 that a save costs: a window of iterations (GEMMs, then an update) with a save against the same without. The window ends
 when the save has. CPU seconds are those of a whole process beyond what the same iterations take without a save.
+"exchange" is the part of a load that waits for other nodes. "restart" is a run of two agents of torchrun that loses a
+node with its disk and gets another one, from SIGKILL to the next step and to one that had not been done before.
 
     python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
+    python benchmarks/tiers.py --restart                   # the loss of a node alone: 82 MB of state
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix     # object storage as well
 """
 
@@ -14,6 +17,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from functools import partial
@@ -30,9 +34,20 @@ from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadChe
 from megatron.core.dist_checkpointing.local_tier import LocalTier  # noqa: E402
 from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver  # noqa: E402
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
+from megatron.training.reporting.run_record import read_record  # noqa: E402
+from tests.cluster import Cluster  # noqa: E402
+from tests.processes import is_running  # noqa: E402
 
 COLUMNS, TENSORS = 4096, 8
 WAYS = ("own disk", "own disk and a copy")
+RUN = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 4000 --lr 1e-4 "
+    "--num-workers 0 --train-iters 1000 --eval-iters 0 --use-distributed-optimizer --log-interval 1 --async-save "
+    "--save-interval 10 "
+)
+LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication "
+LOST_AFTER = 18  # iterations: the last checkpoint of --save is that of 10, the nodes have a newer one
 
 
 class Training:
@@ -102,14 +117,37 @@ def measure_saves(rank, size, training, root, turns):
     return results
 
 
+def timed(owner, name, but_in):
+    """The seconds of every call of a function from now on, in other threads than `but_in`."""
+    method, seconds = getattr(owner, name), []
+
+    def call(*arguments):
+        started = time.perf_counter()
+        result = method(*arguments)
+        if threading.current_thread().name != but_in:
+            seconds.append(time.perf_counter() - started)
+        return result
+
+    setattr(owner, name, call)
+    return seconds
+
+
+def slowest(seconds):
+    value = torch.tensor(seconds)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
 def measure_loads(rank, size, training, root, turns):
     """The disk of node 1 is gone: what it held is read from node 0. Against the same from a shared directory."""
     results = defaultdict(lambda: defaultdict(list))
     save(training.state, root / "persistent", common={"iteration": 1})
     if rank == 1:
         shutil.rmtree(root / "copies2" / "node1")
+    exchange = timed(dist, "recv", but_in="checkpoint-server")
     for _ in range(turns):
         dist.barrier()
+        exchange.clear()
         started = time.perf_counter()
         tier = LocalTier.create(root / "copies2" / f"node{rank}", 2)
         held = [find_held(tier)]
@@ -120,10 +158,56 @@ def measure_loads(rank, size, training, root, turns):
         load(training.state, local.directory)
         local.close()
         results["from the copies"]["read, exchange and verify, s"].append(time.perf_counter() - started)
+        results["from the copies"]["of it exchange, on node 1, s"].append(slowest(sum(exchange)))
         dist.barrier()
         started = time.perf_counter()
         load(training.state, root / "persistent", verify=True)
         results["from a shared directory"]["read, exchange and verify, s"].append(time.perf_counter() - started)
+    return results
+
+
+def measure_restart(root, flags):
+    """A node is lost with its disk, and another one comes."""
+    save = root / "run"
+    cluster = Cluster(root, 2, 1, f"{RUN} {flags} --save {save} --load {save}")
+    starts = lambda: read_record(save)  # noqa: E731
+    done = lambda: max((start.last for start in starts()), default=0)  # noqa: E731
+    try:
+        cluster.start("a")
+        cluster.start("b")
+        cluster.until(lambda: done() >= LOST_AFTER)
+        workers, killed, last = cluster.workers("a"), time.time(), done()
+        cluster.lose("b")
+        cluster.start("c")
+        cluster.until(lambda: not any(map(is_running, workers)))
+        noticed = time.time()
+        cluster.until(lambda: starts()[-1].start["time"] > noticed and done() > last)
+        again = starts()[-1]
+    finally:
+        cluster.close()
+    began, loading, trains = again.began, again.start["loading"], again.start["time"]
+    new = next(row["time"] for row in again.intervals if row["iteration"] > last)
+    return {
+        "detect, s": noticed - killed,
+        "rendezvous, start of processes, s": began - noticed,
+        "find, build the model, s": trains - began - loading,
+        "read, exchange and verify, s": loading,
+        "first step, s": again.intervals[0]["time"] - trains,
+        "to the next step, s": again.intervals[0]["time"] - killed,
+        "iterations done again": last - again.first,
+        "to a new step, s": new - killed,
+    }
+
+
+def measure_restarts(root, turns):
+    results = defaultdict(lambda: defaultdict(list))
+    for turn in range(turns):
+        for way, flags in (("with copies on nodes", LOCAL), ("from --save alone", "")):
+            directory = root / f"{way}{turn}".replace(" ", "_")
+            directory.mkdir()
+            for name, value in measure_restart(directory, flags).items():
+                results[way][name].append(value)
+            shutil.rmtree(directory)
     return results
 
 
@@ -172,13 +256,17 @@ def worker(rank, size, options, root, port):
     if rank == 0:
         print(f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns")
         for results in tables:
-            rows = dict.fromkeys(name for values in results.values() for name in values)
-            print(f"\n| {'':32} | {' | '.join(results)} |\n|{'---|' * (len(results) + 1)}")
-            for row in rows:
-                cells = [f"{statistics.median(v[row]):.3g}" if row in v else "" for v in results.values()]
-                print(f"| {row:32} | {' | '.join(cells)} |")
+            show(results)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def show(results):
+    rows = dict.fromkeys(name for values in results.values() for name in values)
+    print(f"\n| {'':34} | {' | '.join(results)} |\n|{'---|' * (len(results) + 1)}")
+    for row in rows:
+        cells = [f"{statistics.median(v[row]):.3g}" if row in v else "" for v in results.values()]
+        print(f"| {row:34} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -187,8 +275,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     parser.add_argument("--store", help="s3://bucket/prefix")
+    parser.add_argument("--restart", action="store_true", help="measure the loss of a node, and nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-") as root:
+        if options.restart:
+            show(measure_restarts(Path(root), options.turns))
+            return
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port
         del store

@@ -77,13 +77,14 @@ class DistributedPool:
         self._store: dist.TCPStore | None = None  # outlives every worker
         self._runs = 0
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
         """Return `[function(rank, world_size, *args) for each rank]`, computed by `world_size` processes.
 
         `function` must be importable by name (module level); arguments and results are pickled by value. The first
         exception of any rank is raised here, caused by the remote tracebacks of all ranks that failed. A rank that
-        dies, or is still running after `timeout` seconds (also the timeout of the group's collectives), raises
-        RuntimeError or TimeoutError with the stacks of the ranks that hang; the workers are then started anew.
+        dies (its death goes before the errors that it causes in others), or is still running after `timeout` seconds
+        (also the timeout of the group's collectives), raises RuntimeError or TimeoutError with the stacks of the ranks
+        that hang; the workers are then started anew.
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}")
@@ -140,7 +141,7 @@ class DistributedPool:
                     results[rank] = value
                 else:
                     usable = usable and kind == ERROR
-                    failures.append(value)
+                    failures.insert(len(failures) if kind == ERROR else 0, value)  # a death explains the others' errors
                     deadline = min(deadline, time.monotonic() + GRACE)
         if running:
             stacks = "\n".join(f"rank {rank} hangs at:\n{_stack(workers[rank])}" for rank in running.values())

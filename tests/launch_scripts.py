@@ -48,7 +48,7 @@ def launched(command: list[str], directory: Path, **variables: str) -> Launch:
         "SCONTROL_LOG": str(directory / "scontrol.log"),
         **variables,
     }
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     words = result.stdout.splitlines()
     program = words.index("pretrain_gpt.py")

@@ -17,8 +17,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], object], seconds: float = 60, explain: Callable[[], str] = str, pause: float = 0.02
+) -> None:
+    """Fails with `explain()` after `seconds`: far more than it takes on any machine, so that nothing hangs."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(pause)

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
 from megatron.conversion.find_checkpoint import Found, require_checkpoint
+from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
@@ -27,10 +28,12 @@ from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
-    CastSource,
-    Options,
     Progress,
+    Shape,
     Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
     no_progress,
     optimizer_states,
 )
@@ -44,18 +47,6 @@ from megatron.core.object_storage import ObjectPath
 from megatron.core.progress import Progress as ProgressBar
 
 _VERIFY_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Hints:
-    """What the user knows about a source that its files do not say."""
-
-    args: Mapping[str, Any] = field(default_factory=dict)  # they override those in the files
-    ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
-    qkv_layout: str | None = None  # of a universal checkpoint
-    optimizer: bool = True  # False: skip its state, whatever it is
-    as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
-    verify: bool = False  # compare what is read with the checksums
 
 
 def _open_torch_dist(directory: Path, hints: Hints) -> Source:
@@ -171,6 +162,38 @@ def convert(
         fsync_tree(growing)
         put_in_place(growing, save_dir)
     return report
+
+
+class CastSource:
+    """A source with weights of another dtype, or without the optimizer, as the options say.
+
+    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
+    """
+
+    def __init__(self, source: Source, options: Options) -> None:
+        self._source, self._dtype = source, options.dtype
+        self.description, self.unused = source.description, source.unused
+        self.args = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = {}
+        for key, info in source.tensors.items():
+            if not key.startswith("optimizer.state."):
+                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
+            elif options.optimizer:
+                self.tensors[key] = info
+        if options.dtype is not None:
+            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
+            self.args["params_dtype"] = options.dtype
+        if options.transformer_impl is not None:
+            self.args["transformer_impl"] = options.transformer_impl
+        if not options.optimizer and source.training is not None:
+            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        wanted = self.tensors[key].dtype
+        if wanted != self._source.tensors[key].dtype:
+            key = full_precision_key(key, self._source.tensors)
+        return self._source.read(key, offset, shape).to(wanted)
 
 
 def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -> None:

@@ -7,19 +7,13 @@ something was lost since; then the newest complete checkpoint is taken instead.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.conversion.deepspeed.files import LATEST, ZERO, read_latest, universal_faults
-from megatron.conversion.huggingface.config_rules import is_huggingface
-from megatron.conversion.megatron_lm.args import MODEL_FILE, OPTIMIZER_FILE, open_legacy, rank_directory
-from megatron.conversion.model_space.pieces import archive_faults
-from megatron.conversion.model_space.source import COMMON, RANKS
+from megatron.conversion.formats import FORMATS, LATEST, formats_of, is_unfinished, read_latest
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     is_complete,
@@ -28,8 +22,16 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.dist_checkpointing.files import METADATA_JSON
+from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import ObjectPath, path_of
+
+if TYPE_CHECKING:
+    from megatron.conversion.deepspeed import files as universal
+    from megatron.conversion.megatron_lm import args as legacy
+else:  # which checkpoint of torch_dist is meant is known without torch
+    universal = lazy_module("megatron.conversion.deepspeed.files")
+    legacy = lazy_module("megatron.conversion.megatron_lm.args")
 
 logger = logging.getLogger(__name__)
 
@@ -41,51 +43,16 @@ class NoCheckpointError(ValueError):
     """A path does not name exactly one checkpoint in a known format."""
 
 
-class Format(NamedTuple):
-    """How a format is recognised, and which files are missing or truncated (without reading tensors)."""
-
-    is_one: Callable[[Path], bool]
-    faults: Callable[[Path], list[str]]
-
-
-def _is_unfinished(directory: Path) -> bool:
-    """In object storage an unfinished save has the final names, too."""
-    return isinstance(directory, ObjectPath) and read_commit(directory) is None
-
-
-def _is_torch_dist(directory: Path) -> bool:
-    return (directory / METADATA).is_file() and not _is_unfinished(directory)
-
-
 def _torch_dist_faults(directory: Path) -> list[str]:
     return missing_or_truncated(directory) if is_complete(directory) else [f"{METADATA_JSON} is missing"]
 
 
-def _is_legacy(directory: Path) -> bool:
-    return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
-
-
-def _legacy_faults(directory: Path) -> list[str]:
-    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
-    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
-    stored = COMMON(open_legacy(first), str(first)).get("args")
-    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
-    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
-    if not args or first.parent.name not in ranks:
-        return []  # of a layout or an age that is refused when it is opened
-    names = [MODEL_FILE]
-    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
-        names.append(OPTIMIZER_FILE)
-    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
-
-
-FORMATS: dict[str, Format] = {
-    "torch_dist": Format(_is_torch_dist, _torch_dist_faults),
-    "legacy": Format(_is_legacy, _legacy_faults),
-    "hf": Format(is_huggingface, lambda directory: []),  # opening it checks all of its files
-    "universal": Format(lambda directory: (directory / ZERO).is_dir(), universal_faults),
+# By format: which files are missing or truncated, found without reading tensors.
+_FAULTS: dict[str, Callable[[Path], list[str]]] = {
+    "torch_dist": _torch_dist_faults,
+    "legacy": lambda directory: legacy.legacy_faults(directory),
+    "hf": lambda directory: [],  # opening it checks all of its files
+    "universal": lambda directory: universal.universal_faults(directory),
 }
 
 
@@ -106,7 +73,7 @@ def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "au
     directory that looks like several.
     """
     root = path_of(root)
-    if step is None and _formats_of(root):
+    if step is None and formats_of(root):
         return Found(root, detect(root, loader))
     if step is None and isinstance(root, ObjectPath):  # the tracker is a hint there: what is committed counts
         whole = next((directory for directory in newest_first(root) if fault(directory) is None), None)
@@ -154,7 +121,7 @@ def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     Only this function decides which of two checkpoints is newer. Iterations must be on the branch that ends with
     `head`, or by default on the branch of the latest start (see `dist_checkpointing.lineage`).
     """
-    iterations = [i for i in saved_iterations(root) if not _is_unfinished(iteration_directory(root, i))]
+    iterations = [i for i in saved_iterations(root) if not is_unfinished(iteration_directory(root, i))]
     lineages = {i: read_lineage(iteration_directory(root, i)) for i in iterations}
     end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
     numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
@@ -194,11 +161,11 @@ def fault(directory: Path) -> str | None:
 
     It looks at the files of all ranks, so only one rank should call it.
     """
-    formats = _formats_of(directory)
+    formats = formats_of(directory)
     if not formats:
         return "it is not complete" if directory.is_dir() else "it does not exist"
     try:
-        problems = [problem for name in formats for problem in FORMATS[name].faults(directory)]
+        problems = [problem for name in formats for problem in _FAULTS[name](directory)]
     except CheckpointError as error:
         return f"it is damaged: {error}"
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -207,7 +174,7 @@ def fault(directory: Path) -> str | None:
 
 def detect(directory: Path, loader: str = "auto") -> str:
     """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is exactly one."""
-    formats = _formats_of(directory) if loader == "auto" else [loader]
+    formats = formats_of(directory) if loader == "auto" else [loader]
     if len(formats) != 1:
         what = "looks like " + " and ".join(formats) if formats else "is in no known format"
         raise NoCheckpointError(f"{directory} {what}: name it with --loader ({', '.join(FORMATS)})")
@@ -225,10 +192,6 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
     if found.note is not None:
         logger.warning(found.note)
     return found
-
-
-def _formats_of(directory: Path) -> list[str]:
-    return [name for name, form in FORMATS.items() if form.is_one(directory)]
 
 
 def _listed(root: Path) -> str:

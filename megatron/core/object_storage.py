@@ -77,7 +77,7 @@ class ObjectStore:
         try:
             self._store: Any = store.from_url(root, client_options=client, retry_config=retries)  # type: ignore[call-overload]
         except obstore.exceptions.BaseError as error:
-            raise ValueError(f"{root} cannot be used: {_first_line(error)}") from error
+            raise ValueError(f"{root} cannot be used: {first_line(error)}") from error
 
     def put(self, key: str, content: bytes) -> None:
         """Whatever was there before is replaced."""
@@ -169,9 +169,9 @@ class ObjectStore:
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
             raise ConflictError(errno.EEXIST, "another writer was first", where) from error
         except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"access denied: {_first_line(error)}", where) from error
+            raise PermissionError(errno.EACCES, f"access denied: {first_line(error)}", where) from error
         except kinds.BaseError as error:
-            raise OSError(errno.EIO, _first_line(error), where) from error
+            raise OSError(errno.EIO, first_line(error), where) from error
 
 
 class _Upload:
@@ -187,7 +187,8 @@ class _Upload:
             self._writer.close()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of libraries whose errors go on for pages."""
     return str(error).partition("\n")[0][:300]
 
 

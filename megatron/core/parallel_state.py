@@ -17,11 +17,15 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
+from megatron.core.lazy_import import lazy_module
 from megatron.core.utils import flag
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+else:
+    dist = lazy_module("torch.distributed")
 
 
 class Place(NamedTuple):

@@ -1,12 +1,11 @@
-"""Small helpers that every layer may use. Imports torch only."""
+"""Small helpers that every layer may use."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import torch.distributed as dist
 
 
 def divide(numerator: int, denominator: int, what: str) -> int:
@@ -31,16 +30,22 @@ def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
     return rank * part, (rank + 1) * part
 
 
+def import_apex(module: str, flag: str) -> Any:
+    """A module of apex for `flag`, which also takes `torch`. ValueError where it was not built."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{flag} apex: {module} cannot be imported ({error}). Build apex with its C++ and CUDA extensions "
+            f"(docs/gpu.md), or take {flag} torch"
+        ) from error
+
+
 def raise_problems(problems: Iterable[str]) -> None:
     """ValueError that says all of `problems`, one a line; nothing where there is none."""
     lines = list(problems)
     if lines:
         raise ValueError("\n".join(lines))
-
-
-# torch 2.13 renamed these two collectives and warns on the old names.
-all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def size_text(nbytes: float) -> str:

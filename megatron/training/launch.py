@@ -263,9 +263,10 @@ def compile_layers(chunk: MegatronModule) -> None:
     stay the same.
     """
     for layer in outermost_layers(chunk):
-        for module in layer.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                module.project = torch.compiler.disable(module.project)  # type: ignore[method-assign]
+        for kind in {type(m) for m in layer.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)}:
+            # Of the class: torch before 2.8 compiles anew for every module that has a function of its own.
+            if not hasattr(kind.project, "_torchdynamo_disable"):
+                kind.project = torch.compiler.disable(kind.project)  # type: ignore[method-assign]
         # dropout draws the numbers that it draws without compilation
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
 

@@ -109,6 +109,6 @@ class Run:
         return next(group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"])
 
     def needs_batch(self, chunk: int) -> bool:
-        """Tokens enter at the first layer, labels at the loss; masks that depend on the data are needed everywhere."""
+        """Tokens enter at the first layer, labels at the loss; attention needs to know the documents everywhere."""
         at_an_end = self.ps.is_first_chunk(chunk) or self.ps.is_last_chunk(chunk)
         return at_an_end or self.config.data.reset_attention_mask

@@ -198,7 +198,7 @@ def train(run: Run, data: Data) -> None:
                 with log.paused():
                     evaluate_split(run, data.valid, "validation")
             if save or is_last:
-                save_if_finite(run, log, nan_check)
+                save_if_finite(run, log, nan_check, last=is_last)
             elif save_locally:
                 save_if_finite(run, log, nan_check, locally=True)
             run.saver.after_iteration()
@@ -237,7 +237,7 @@ def _garbage_collection(manual: bool) -> Iterator[None]:
         gc.enable()
 
 
-def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False) -> None:
+def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False, last: bool = False) -> None:
     """Save, unless the last loss was not finite. Only a save that training waits for anyway waits for the device."""
     config, since = run.config.checkpoint, time.perf_counter()
     with nullcontext() if config.async_save else log.paused():
@@ -245,7 +245,7 @@ def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck, locally: boo
         if locally:
             run.saver.save_locally(state_to_save(run), run.state.iteration, common_state(run), since)
         elif config.save is not None:
-            save_checkpoint(run, config.save, config.ckpt_format, since)
+            save_checkpoint(run, config.save, config.ckpt_format, since, last)
 
 
 def save_converted(run: Run) -> None:

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import torch
 
-from megatron.core.transformer.context_parallel import local_positions
+from megatron.core.transformer.attention.context_parallel import local_positions
 from megatron.training.config.run_config import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
@@ -48,9 +48,7 @@ def test_documents_and_masked_losses_are_exact_per_token(pool, of_one_process, w
 
 def mean_of_both_parts(chunk, batch, activation):
     """The mean over two ranks' positions of the means there."""
-    losses = chunk(
-        batch["tokens"], batch["position_ids"], labels=batch["labels"], attention_mask=batch["attention_mask"]
-    )
+    losses = chunk(batch["tokens"], batch["position_ids"], labels=batch["labels"], documents=batch["documents"])
     mask, means = batch["loss_mask"], []
     for rank in range(2):
         part = local_positions(losses.shape[1], rank, 2)

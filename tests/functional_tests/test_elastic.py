@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from tests import ROOT
 from tests.compare import assert_same
 from tests.functional_tests.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
+from tests.processes import wait_until
 from tests.training_harness import COMMON, LAYOUTS, LLAMA
 
 FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 30 --save-interval 3 "
@@ -66,10 +66,7 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
     root = tmp_path / "run"
     job = Torchrun(nodes, world_size, f"{FLAGS} {layout} --save {root} --load {root}", tmp_path)
-    deadline = time.monotonic() + 2 * DEADLINE
-    while not re.search(r"iteration +12/", job.output()):
-        assert time.monotonic() < deadline, job.output()
-        time.sleep(0.01)
+    wait_until(lambda: re.search(r"iteration +12/", job.output()), 2 * DEADLINE, job.output, pause=0.01)
     job.kill_last_worker()
     codes = job.wait()
     output = job.output()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.conversion.convert import Hints, convert, open_checkpoint
-from megatron.conversion.model_space.source import Options
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.formats import Hints, Options
 from tests.compare import assert_same
 from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
 

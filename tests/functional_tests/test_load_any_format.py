@@ -12,7 +12,7 @@ import torch
 import megatron.conversion.convert as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
-from megatron.conversion.model_space.source import Options
+from megatron.conversion.formats import Options
 from tests.compare import assert_same
 from tests.training_harness import LAYOUTS, MODELS, train, whole
 
@@ -79,7 +79,7 @@ def watching_train(rank, world_size, flags):
 
         return call
 
-    spied = [(os, "stat"), (os, "open"), (io, "open"), (builtins, "open")]
+    spied = [(os, "stat"), (os, "open"), (io, "open"), (builtins, "open"), (Path, "stat")]  # Python 3.10 keeps its own
     originals = [getattr(module, name) for module, name in spied]
     for (module, name), function in zip(spied, originals, strict=True):
         setattr(module, name, spy(name, function))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing import verify
 from tests.compare import assert_same
 from tests.training_harness import LAYOUTS, LLAMA, train, whole
 
@@ -119,6 +120,30 @@ def killed(killed_once):
 @pytest.fixture(scope="module")
 def undisturbed(pool):
     return pool.run(train, LAYOUTS[LAYOUT][0], f"{FLAGS.partition('--save')[0]} {LAYOUTS[LAYOUT][1]}")
+
+
+def train_without_a_disk(rank, world_size, flags, root):
+    """As soon as training begins, a file takes the place of node 1's directory."""
+    own = Path(root) / f"node{rank}"
+
+    def forward_step(model, batch, activation):
+        if rank == 1 and own.is_dir():
+            shutil.rmtree(own)
+            own.touch()
+        return pretrain_gpt.forward_step(model, batch, activation)
+
+    train(rank, world_size, f"{flags} --non-persistent-local-ckpt-dir {own}", forward_step=forward_step)
+
+
+def test_a_node_that_holds_nothing_costs_no_persistent_checkpoint(pool, tmp_path):
+    """The one at iteration 2 was to come from the nodes' disks: the next save, at 3, makes up for it."""
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    flags = FLAGS.replace("--save-interval 5", "--save-interval 2 --async-save --exit-on-save-failure")
+    flags = flags.replace("--non-persistent-save-interval 2", "--non-persistent-save-interval 3")
+    pool.run(train_without_a_disk, world_size, f"{flags} {layout} --save {tmp_path}/run", str(tmp_path))
+    saved = sorted(path for path in (tmp_path / "run").glob("iter_*"))
+    assert [path.name for path in saved] == [f"iter_{iteration:07d}" for iteration in (3, 4, 6, 8, 10)]
+    assert all(verify(path).ok for path in saved)
 
 
 def flip(path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.formats import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.training.config.run_config import parse_args

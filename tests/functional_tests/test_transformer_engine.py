@@ -217,7 +217,7 @@ def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
 
 def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    monkeypatch.delitem(sys.modules, "megatron.core.transformer.te_layers", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.core.transformer.transformer_engine.layers", raising=False)
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
     )

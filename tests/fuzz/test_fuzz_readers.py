@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.conversion.convert import convert
+from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Options
 from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.index_cache import load_or_build
 from tests import ROOT

@@ -13,11 +13,12 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
     loss_chunk_elements,
 )
-from megatron.core.transformer import core_attention as attention_module
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.core_attention import takes_groups
+from megatron.core.transformer.attention import core as attention_module
+from megatron.core.transformer.attention.core import takes_groups
+from megatron.core.transformer.attention.multi_head import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest element
@@ -32,16 +33,19 @@ def config(dtype: torch.dtype, **options) -> TransformerConfig:
     return TransformerConfig(1, 64, 4, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, **options)
 
 
+def placed(device) -> Placement:
+    return Placement(Axis(), TensorParallelRng(0, 0, device), device=device)
+
+
 def attention(dtype, device, **options):
-    rng = TensorParallelRng(0, 0, device)
-    return SelfAttention(config(dtype, **(LLAMA | options)), tp=Axis(), rng=rng, device=device)
+    return SelfAttention(config(dtype, **(LLAMA | options)), placed(device))
 
 
 MODULES = {
     "RMSNorm": lambda dtype, device: Norm(config(dtype, **LLAMA), 64, partial_grad=False, device=device),
     "LayerNorm": lambda dtype, device: Norm(config(dtype), 64, partial_grad=False, device=device),
-    "SwiGLU": lambda dtype, device: MLP(config(dtype, **LLAMA), tp=Axis(), device=device),
-    "GELU": lambda dtype, device: MLP(config(dtype), tp=Axis(), device=device),
+    "SwiGLU": lambda dtype, device: MLP(config(dtype, **LLAMA), placed(device)),
+    "GELU": lambda dtype, device: MLP(config(dtype), placed(device)),
     "attention": attention,
     "windows, norms of heads": lambda *place: attention(*place, window_size=(5, 0), qk_layernorm=True),
 }
@@ -149,7 +153,8 @@ def test_embedding_gradient_is_the_same_every_time(device):
     tokens, dy = torch.randint(0, 8, (64, 4), device=device), torch.randn(64, 4, 32, device=device)
     grads = []
     for _ in range(3):
-        module = VocabParallelEmbedding(8, 32, info=ParamInfo(Normal(0.1)), tp=Axis(), device=torch.device(device))
+        info = ParamInfo(Normal(0.1))
+        module = VocabParallelEmbedding(8, 32, num_rows=8, info=info, tp=Axis(), device=torch.device(device))
         module.initialize(1)
         module.weight.main_grad = torch.zeros(8, 32, device=device)
         module(tokens).backward(dy)

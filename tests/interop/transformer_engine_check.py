@@ -37,8 +37,9 @@ from megatron.core.models import GPTModel  # noqa: E402
 from megatron.core.module import param_info  # noqa: E402
 from megatron.core.parallel_state import Axis, ExpertAxes  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng  # noqa: E402
-from megatron.core.transformer.context_parallel import ContextParallel  # noqa: E402
+from megatron.core.transformer.attention.context_parallel import ContextParallel  # noqa: E402
 from megatron.core.transformer.layer_spec import layer_spec  # noqa: E402
+from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -211,7 +212,7 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 
     for name, forward in kept.items():
         getattr(te, name).forward = stand_in(name, forward)
-    adapter: Any = importlib.import_module("megatron.core.transformer.te_layers")
+    adapter: Any = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     rope, loss = adapter.apply_rotary_pos_emb, te.parallel_cross_entropy
     # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes after its context.
     own = getattr(loss, "__self__", None)
@@ -239,8 +240,7 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 def check_calls(te: types.ModuleType) -> int:
     """A forward pass of every model: dense, with documents, a window, ALiBi and experts in fp8."""
     calls: set[tuple[str, str, tuple[str, ...], int]] = set()
-    documents = torch.ones(2, 1, 16, 16, dtype=torch.bool).triu(1)
-    documents[:, :, 8:, :8] = True
+    documents = (torch.arange(16) // 8).expand(2, -1)
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     cases: list[tuple[str, dict[str, Any], torch.Tensor | None]] = [
         ("llama", {}, None), ("llama", {"window_size": (5, 0)}, documents), ("gpt2", {}, None),
@@ -254,13 +254,13 @@ def check_calls(te: types.ModuleType) -> int:
             model.initialize(1)
             layer_spec(model.config).start_step()
             tokens = torch.zeros(2, 16, dtype=torch.long)
-            model(tokens, torch.arange(16).expand(2, -1), labels=tokens, attention_mask=mask)
+            model(tokens, torch.arange(16).expand(2, -1), labels=tokens, documents=mask)
     return len(calls)
 
 
 def check_functions(te: types.ModuleType) -> None:
     """What is called besides modules."""
-    adapter = importlib.import_module("megatron.core.transformer.te_layers")
+    adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     for options in RECIPES:
         config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options)
         made = adapter.TEPrecision(config, None)._recipe
@@ -340,13 +340,13 @@ def check_overlap(te: types.ModuleType) -> int:
 
 
 def check_context_parallel(te: types.ModuleType) -> None:
-    adapter = importlib.import_module("megatron.core.transformer.te_layers")
+    adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0)
     group: Any = object()
     torch.cuda.Stream = object  # type: ignore[assignment, misc]
     for comm_type in ("p2p", "all_gather", "a2a"):
         cp = ContextParallel(Axis(0, 2, (0, 1), group), comm_type)
-        module = adapter.TECoreAttention(config, tp=Axis(), rng=TensorParallelRng(0, 0, None), cp=cp).module
+        module = adapter.TECoreAttention(config, Placement(Axis(), TensorParallelRng(0, 0), cp)).module
         whole = comm_type == "a2a"  # our exchange of heads is around it
         assert module.num_attention_heads == (2 if whole else 4)
         core = module.flash_attention if hasattr(module, "flash_attention") else module

@@ -10,6 +10,7 @@ from megatron.training.config.arguments import arity_of
 MOST = {  # the largest value that is left
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
+    "--context-parallel-size": 2,
     "--micro-batch-size": 2,
     "--eval-iters": 1,
     "--log-interval": 1,
@@ -70,10 +71,10 @@ def shrunk(argv: Sequence[str], directory: Path, iterations: int = 4) -> tuple[l
             values = ["2"]
         kept += [name, *values]
     stages = sizes.get("--pipeline-model-parallel-size", 1)
-    tensor = sizes.get("--tensor-model-parallel-size", 1)
+    model = sizes.get("--tensor-model-parallel-size", 1) * sizes.get("--context-parallel-size", 1)
     if any(word.startswith("--expert-model-parallel-size") for word in argv):
-        kept += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", str(tensor)]
-    world = tensor * stages
+        kept += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", str(model)]
+    world = model * stages
     replicas = 2 if world == 1 else 1
     kept += ["--num-layers", str(2 * stages), "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
     kept += ["--train-iters", str(iterations), "--save", str(directory), "--load", str(directory)]

@@ -43,6 +43,13 @@ def one_rank_dies(rank: int, world_size: int) -> None:
         os._exit(7)
 
 
+def a_neighbour_fails_before_the_death_is_seen(rank: int, world_size: int) -> None:
+    if rank == 0:
+        raise RuntimeError("connection closed by peer")
+    time.sleep(0.5)
+    os._exit(7)
+
+
 def test_results_come_in_rank_order_from_persistent_processes(pool):
     first = pool.run(summed, 2, 10)
     assert [value for value, _ in first] == [21, 21]
@@ -92,3 +99,9 @@ def test_more_ranks_than_workers_is_an_error(pool):
 def test_function_must_be_importable(pool):
     with pytest.raises(Exception, match="lambda"):
         pool.run(lambda rank, world_size: rank, 1)
+
+
+def test_a_death_is_raised_rather_than_the_errors_that_it_causes(pool):
+    with pytest.raises(RuntimeError, match="exit code 7") as caught:
+        pool.run(a_neighbour_fails_before_the_death_is_seen, 2)
+    assert "connection closed by peer" in str(caught.value.__cause__)

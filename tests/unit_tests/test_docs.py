@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from benchmarks.run_all import COMMANDS, PAGE, replace_block
 from tests import ROOT
 from tools.options_table import page
 
@@ -37,3 +38,17 @@ def test_every_page_is_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "docs").glob("*.md") if path.name not in site]
     assert not missing
+
+
+def test_every_benchmark_has_its_block():
+    blocks = re.findall(r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert all(begin == end for begin, end in blocks)
+    assert [begin for begin, _ in blocks] == list(COMMANDS)
+    assert all((ROOT / command.split()[0]).exists() for command in COMMANDS.values())
+
+
+def test_a_block_is_replaced_and_nothing_else():
+    page = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n<!-- begin y -->\nother\n<!-- end y -->\n"
+    assert replace_block(page, "x", "1\\1\n") == page.replace("old\n", "1\\1\n")
+    with pytest.raises(ValueError, match="no block 'z'"):
+        replace_block(page, "z", "")

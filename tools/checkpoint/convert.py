@@ -15,27 +15,29 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from megatron.conversion.convert import WRITERS, ConversionReport, Hints, convert
-from megatron.conversion.deepspeed.files import STYLES
-from megatron.conversion.deepspeed.universal import QKV_LAYOUTS
-from megatron.conversion.find_checkpoint import FORMATS
-from megatron.conversion.model_space.source import Options, parse_size
+from megatron.conversion.formats import FORMATS, QKV_LAYOUTS, STYLES, Hints, Options, parse_size
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import message_of, printable
+from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.conversion import convert as conversion
+else:  # a command line is judged without torch
+    torch, conversion = map(lazy_module, ("torch", "megatron.conversion.convert"))
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-ALL, AS_SOURCE = " ".join(WRITERS), "default: as the source"
+ALL, AS_SOURCE = " ".join(FORMATS), "default: as the source"
 INT, SWITCH = {"type": int}, {"action": "store_true"}
 QKV_BLOCKS = "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size"
 WHOSE_MODULES = "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine"
@@ -51,7 +53,7 @@ TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "--max-shard-size": ("max_shard_size", "hf", "largest file; default: 5GB", {}),
     "--true-vocab-size": ("vocab_size", "hf universal", "tokens to keep", INT),
     "--tokenizer": ("tokenizer", "hf", "tokenizer to put beside the model", {"type": Path}),
-    "--universal-style": ("universal_style", "universal", "whose names; default: by the model", {"choices": [*STYLES]}),
+    "--universal-style": ("universal_style", "universal", "whose names; default: by the model", {"choices": STYLES}),
     "--target-qkv-blocks": ("qkv_blocks", "universal", QKV_BLOCKS, SWITCH),
     "--target-transformer-impl": (
         "transformer_impl", "legacy torch_dist", WHOSE_MODULES, {"choices": ["local", "transformer_engine"]},
@@ -70,7 +72,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     add("--load-dir", type=path_of, required=True, help="a run's --save directory, an iteration, or a model")
     add("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
     add("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
-    add("--saver", choices=[*WRITERS], required=True, help="format of the result")
+    add("--saver", choices=[*FORMATS], required=True, help="format of the result")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     add("--no-optim", action="store_true", help="leave the optimizer state out")
     add("--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing")
@@ -100,15 +102,18 @@ def without_effect(args: argparse.Namespace) -> list[str]:
 
 def run(
     args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
-) -> ConversionReport:
-    parsed: dict[str, Callable[[str], Any]] = {"--dtype": DTYPES.__getitem__, "--max-shard-size": parse_size}
+) -> conversion.ConversionReport:
+    parsed: dict[str, Callable[[str], Any]] = {
+        "--dtype": lambda name: getattr(torch, DTYPES[name]),
+        "--max-shard-size": parse_size,
+    }
     told = given_for_target(args).items()
     fields = {TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value for flag, value in told}
     options = Options(**fields, optimizer=not args.no_optim, note=note)
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
     with Progress(f"-> {args.saver}") as progress:
-        return convert(*what, args.overwrite, args.verify, progress.add, progress.restart)
+        return conversion.convert(*what, args.overwrite, args.verify, progress.add, progress.restart)
 
 
 def stop(number: int, frame: object) -> NoReturn:

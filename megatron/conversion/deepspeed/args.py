@@ -71,7 +71,7 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
 _WITHOUT_FORM = (
     "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
     "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
-    "scale_embeddings", "window_attn_skip_freq",
+    "scale_embeddings", "window_attn_skip_freq", "softmax_type",
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def write_args(
     `blocks` of q, k and v are marked as their writers mark them. ValueError for a model that they do not have.
     """
     for name in _WITHOUT_FORM:
-        if getattr(config, name) not in (None, False, "pre"):
+        if getattr(config, name) not in (None, False, "pre", "vanilla"):
             raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
     theirs: dict[str, Any] = {

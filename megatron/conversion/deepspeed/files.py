@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.formats import ZERO, read_latest
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import (
@@ -37,10 +38,8 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
-    file_name,
     number,
     optional,
-    read_regular,
     record,
     sequence,
 )
@@ -176,8 +175,6 @@ _STATE = record(
 )
 _OPTIMIZER = record({"param_groups": sequence(PARAM_GROUP)})
 
-LATEST = "latest_universal"
-ZERO = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 STEP = "step.pt"
 STATE_FILES = {"param": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
@@ -186,15 +183,6 @@ STATE_FILES["momentum_buffer"] = "momentum_buffer.pt"  # of SGD, in place of the
 
 def model_state_name(rank: int) -> str:
     return f"mp_rank_{rank:02d}_model_states.pt"
-
-
-def read_latest(root: Path) -> str | None:
-    """The directory that `latest_universal` in `root` names; None without that file, CheckpointError for a bad name."""
-    path = root / LATEST
-    if not path.is_file():
-        return None
-    name = read_regular(path, limit=4096).decode(errors="replace").strip()
-    return file_name(name, f"{path}: the name in it")
 
 
 def find_universal(directory: Path) -> Path | None:

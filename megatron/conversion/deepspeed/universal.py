@@ -22,16 +22,15 @@ from megatron.conversion.deepspeed.args import (
     write_scheduler,
 )
 from megatron.conversion.deepspeed.files import (
-    LATEST,
     OPTIMIZER_STATE,
     STATE_FILES,
     STEP,
     STYLES,
-    ZERO,
     Style,
     UniversalFiles,
     model_state_name,
 )
+from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Options
 from megatron.conversion.model_space.model import (
     WORD_EMBEDDINGS,
     check_parameters,
@@ -46,7 +45,6 @@ from megatron.conversion.model_space.pieces import make_empty_directory, run_job
 from megatron.conversion.model_space.row_maps import as_is, pack_rows, qkv_blocks, unpack_rows
 from megatron.conversion.model_space.source import (
     ADAM,
-    Options,
     Progress,
     Shape,
     Source,
@@ -63,7 +61,6 @@ from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-QKV_LAYOUTS = ("groups", "tp-blocks")
 _POSITIONS = "embedding.position_embeddings.weight"
 _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 
@@ -107,7 +104,6 @@ class UniversalSource:
         info = self.tensors[key]
         parameter, state = split_key(key)
         stored = self._files.tensor(parameter, state or "param")  # weights are main parameters, cast
-        # Universal checkpoints made from ZeRO-3 hold every parameter flat.
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))

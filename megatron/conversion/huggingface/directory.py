@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.families import choose_family, family_of
 from megatron.conversion.huggingface.parameters import StoredParameter
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
@@ -37,7 +38,6 @@ from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
     TRAINING_STATE,
-    Options,
     Progress,
     Shape,
     Source,
@@ -201,13 +201,18 @@ class HuggingFaceSource:
         return torch.stack([self._read_part(part, offset[1:], shape[1:]) for part in experts])
 
     def _read_part(self, part: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
-        def read_rows(source: int, first: int, count: int) -> torch.Tensor:
+        lead = part.lead if part.packed is not None else ()
+
+        def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
             name = self._stored(part.names[source])
-            return self._files[name].read(name, (first, *offset[1:]), (count, *shape[1:]))
+            box = self._files[name].read(name, (*lead, *start), (*[1] * len(lead), *extent))
+            return box.view(extent)
+
+        def read_rows(source: int, first: int, count: int) -> torch.Tensor:
+            return read_box(source, (first, *offset[1:]), (count, *shape[1:]))
 
         if part.transposed:  # its rows are columns of the file: these are read once, not once for every run
-            name = self._stored(part.names[0])
-            stored = self._files[name].read(name, (offset[1], 0), (shape[1], self._info(name).shape[1])).t()
+            stored = read_box(0, (offset[1], 0), (shape[1], self._info(part.names[0]).shape[-1])).t()
             return unpack_rows(
                 part.row_map, offset[0], offset[0] + shape[0], lambda _, first, count: stored[first : first + count]
             ).contiguous()
@@ -363,7 +368,8 @@ def _outgoing(source: Source, key: str, part: StoredParameter, dtype: torch.dtyp
         return box.view(count, *rest).to(dtype)
 
     infos = [TensorInfo(shape, dtype) for shape in part.stored_shapes()]
-    return Outgoing(part.names, infos, part.row_map, read, part.transposed)
+    place = lead[0] if part.packed is not None else None
+    return Outgoing(part.names, infos, part.row_map, read, part.transposed, place)
 
 
 def _not_carried(source: Source, sidecar: bool) -> list[str]:

@@ -6,40 +6,40 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.conversion.huggingface.config_rules import (
-    AUXILIARY_LOSS,
-    COMMON_RULES,
-    DEEPSEEK_EXPERTS,
-    EXPERT_LAYERS,
+from megatron.conversion.huggingface.attention_rules import (
     FULL_ATTENTION,
-    GELU,
     NO_GROUPS,
     QUERY_RANK,
     QUERY_SCALAR,
     QWEN_WINDOW,
     TWO_ROPES,
-    Json,
-    Rule,
     alternating_windows,
+    head_dim,
+    query_groups,
+    rope,
+    sliding_window,
+    softcap,
+)
+from megatron.conversion.huggingface.config_json import Json, Rule, read_config, write_config
+from megatron.conversion.huggingface.config_rules import (
+    AUXILIARY_LOSS,
+    COMMON_RULES,
+    DEEPSEEK_EXPERTS,
+    EXPERT_LAYERS,
+    GELU,
     biases,
     copied,
     feed_forward,
     fixed,
-    head_dim,
     implied,
     opposite,
-    query_groups,
-    read_config,
-    rope,
-    sliding_window,
-    softcap,
-    write_config,
 )
 from megatron.conversion.huggingface.parameters import (
     BLOOM_ROWS,
     DEEPSEEK_V3_ROWS,
     GEMMA_ROWS,
     GPT2_ROWS,
+    GPT_OSS_ROWS,
     LLAMA_ROWS,
     MIXTRAL_ROWS,
     OLMO2_ROWS,
@@ -93,7 +93,8 @@ class Family:
         try:
             got = model_signature(model_config(args, args["vocab_size"], self.model_type))
         except ValueError as error:  # what the family implies does not go with this model
-            return str(error).splitlines()
+            differing = [f"{name} = {wanted[name]}" for name in wanted if args.get(name, wanted[name]) != wanted[name]]
+            return [*str(error).splitlines(), *differing]
         if self.whole_heads and config.hidden_size % config.num_attention_heads:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
@@ -250,6 +251,7 @@ GEMMA3 = Family(
     (*_OF_GEMMA, "attn_logit_softcapping"),  # which its attention does not read
     whole_heads=True,
 )
+_GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _EXPERT_RULES = (copied("moe_router_topk", "num_experts_per_tok"), AUXILIARY_LOSS)
 _QWEN_EXPERT_RULES = (
     *_EXPERT_RULES,
@@ -301,6 +303,30 @@ OLMOE = Family(
         opposite("moe_router_pre_softmax", "norm_topk_prob", False),
         fixed("clip_qkv", None),
     ),
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    GPT_OSS_ROWS,
+    (
+        *_SIZE_RULES,
+        *_EXPERT_RULES,
+        copied("num_experts", "num_local_experts", "num_experts", default=128),
+        copied("moe_ffn_hidden_size", "intermediate_size"),
+        copied("norm_epsilon", "rms_norm_eps", default=1e-5),
+        opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
+        rope(150000.0, _GPT_OSS_SCALING),
+        query_groups(8),
+        head_dim(64),
+        alternating_windows(2, 128),
+        copied("activation_func_clamp_value", "swiglu_limit", default=7.0),
+        fixed("swiglu_alpha", 1.702),
+        fixed("hidden_act", "silu", "swish", written=True),
+        fixed("attention_bias", True, written=True),
+        implied(quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"),
+        implied(qk_layernorm=False, hidden_dropout=0.0),
+    ),
+    ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -397,13 +423,12 @@ BLOOM = Family(
 )
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V3),
     *(GPT2, BLOOM),
 )
 
 # Models that one could take for one of these -> what of them is not here.
 _LACKING = {
-    "gpt_oss": "attention sinks, a clamped activation and biases of experts",
     "gemma3": "images as input; its text model alone, gemma3_text, is supported",
     "olmo": "norms without weights",
 }

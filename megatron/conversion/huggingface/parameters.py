@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron.conversion.model_space.row_maps import RowMap, as_is, qkv_apart, qkv_blocks, stacked, stored_rows
+from megatron.conversion.model_space.row_maps import (
+    RowMap,
+    alternating,
+    as_is,
+    qkv_apart,
+    qkv_blocks,
+    stacked,
+    stored_rows,
+)
 from megatron.conversion.model_space.source import Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
 
 
 @dataclass(frozen=True)
 class Row:
     """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one after the other.
 
-    Names lack the "weight" or "bias" at their end; those with `{e}` are of one expert.
+    Names lack the "weight" or "bias" at their end, or what `suffixes` has in its place; those with `{e}` are of one
+    expert.
     """
 
     names: tuple[str, ...]
@@ -25,6 +35,9 @@ class Row:
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
     fused: str | None = None  # the one tensor that transformers 5 has in memory: all experts in one; read, too
     biased: bool = True  # False: a bias has no place in the files
+    packed: bool = False  # all experts are in one tensor
+    alternating: bool = False  # rows of the two halves of the model's matrix take turns
+    suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> what names have instead
 
 
 # Module of the model -> where it is. Keys of layers lack `decoder.layers.N.`, their names what `Family.layers` says.
@@ -84,6 +97,13 @@ PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
     "mlp.linear_fc1.": Row(("mlp.gate_up_proj.",)),
 }
+_PACKED: dict[str, Any] = {"transposed": True, "packed": True, "suffixes": {"weight": "", "bias": "_bias"}}
+GPT_OSS_ROWS = LLAMA_ROWS | {
+    "self_attention.core_attention.": Row(("self_attn.sinks",), suffixes={"softmax_offset": ""}),
+    "mlp.router.": Row(("mlp.router.",)),
+    "mlp.experts.experts.linear_fc1.": Row(("mlp.experts.gate_up_proj",), alternating=True, **_PACKED),
+    "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_PACKED),
+}
 GPT2_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.wte.",)),
     "embedding.position_embeddings.": Row(("transformer.wpe.",)),
@@ -120,10 +140,12 @@ class StoredParameter:
     names: tuple[str, ...]
     row_map: RowMap
     transposed: bool = False
+    packed: int | None = None  # in tensors of so many experts
 
     def stored_shapes(self) -> list[Shape]:
         shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
-        return [shape[::-1] for shape in shapes] if self.transposed else shapes
+        lead = () if self.packed is None else (self.packed,)
+        return [lead + (shape[::-1] if self.transposed else shape) for shape in shapes]
 
 
 def stored_parameters(
@@ -146,14 +168,13 @@ def stored_parameters(
         if row.fused is not None and has(prefix + row.fused):
             parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
             continue
-        transposed = row.transposed and len(shape) == 2
-        for expert in range(shape[0]) if len(shape) == 3 else [None]:
-            own = shape if expert is None else shape[1:]
-            names = tuple(prefix + name.replace("{e}", str(expert)) + match[3] for name in row.names)
-            row_map = _row_map(row, own[0], config)
-            parameters.append(
-                StoredParameter(key, () if expert is None else (expert,), own, names, row_map, transposed)
-            )
+        of_experts, suffix = row.packed or len(shape) == 3, row.suffixes.get(match[3], match[3])
+        own = shape[1:] if of_experts else shape
+        row_map = _row_map(row, own[0], config)
+        form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
+        for expert in range(shape[0]) if of_experts else [None]:
+            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
+            parameters.append(StoredParameter(key, () if expert is None else (expert,), own, names, *form))
     return parameters
 
 
@@ -161,4 +182,6 @@ def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     heads = config.num_attention_heads, config.query_groups, config.head_dim
     if row.qkv:
         return qkv_apart(*heads) if len(row.names) == 3 else qkv_blocks(*heads, blocks=1)
+    if row.alternating:
+        return alternating(rows // 2, 2)
     return stacked(rows // len(row.names), len(row.names))

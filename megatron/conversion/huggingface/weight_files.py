@@ -208,23 +208,31 @@ class Outgoing:
     infos: Sequence[TensorInfo]
     row_map: RowMap
     read: Callable[[int, int], torch.Tensor]  # (first, count) -> model rows, in the dtype of `infos`
-    transposed: bool = False  # written whole: its rows are columns of the file
+    transposed: bool = False  # its rows are columns of the file
+    place: int | None = None  # the stored tensors have those of several experts, this one's here
 
     @property
     def rows(self) -> int:
         return sum(run.rows for run in self.row_map)
 
     @property
+    def whole(self) -> bool:
+        """Whether it is written at once: rows of the model are not rows of the file."""
+        return self.transposed or self.place is not None
+
+    @property
     def rows_at_once(self) -> int:
         elements = sum(math.prod(info.shape) for info in self.infos)
-        return self.rows if self.transposed else max(1, _RUN_BYTES // 4 * self.rows // max(1, elements))
+        return self.rows if self.whole else max(1, _RUN_BYTES // 4 * self.rows // max(1, elements))
 
     def write(self, writers: dict[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """The model rows from `first` on, as many as fit."""
         rows = self.read(first, min(self.rows_at_once, self.rows - first))
-        if self.transposed:
+        if self.whole:
             for number, name in enumerate(self.names):
-                writers[name].write(name, pack_rows(self.row_map, number, rows).t())
+                stored = pack_rows(self.row_map, number, rows)
+                stored = stored.t() if self.transposed else stored
+                writers[name].write(name, stored if self.place is None else stored[None], self.place or 0)
         else:
             found = list(cut(self.row_map, first, first + len(rows)))
             for run, part in zip(found, rows.split([run.rows for run in found]), strict=True):

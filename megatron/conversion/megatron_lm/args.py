@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import re
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
@@ -220,11 +223,8 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "apply_residual_connection_post_layernorm": (False, None),
-    "glu_linear_offset": (0.0, None),
-    "activation_func_clamp_value": (None,),
     "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
-    "softmax_type": ("vanilla", None),
     "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -314,13 +314,6 @@ def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObje
     return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
-def is_extra_state(key: str) -> bool:
-    return "._extra_state/shard_" in key
-
-
-MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-
-
 def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
 
@@ -362,3 +355,19 @@ def open_legacy(path: Path, *kinds: type) -> Any:
     if not isinstance(content, kinds or dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
     return content
+
+
+def legacy_faults(directory: Path) -> list[str]:
+    """Files that are missing or damaged: those of every rank that the stored arguments call for."""
+    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+    stored = COMMON(open_legacy(first), str(first)).get("args")
+    args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
+    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
+    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
+    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    if not args or first.parent.name not in ranks:
+        return []  # of a layout or an age that is refused when it is opened
+    names = [MODEL_FILE]
+    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
+        names.append(OPTIMIZER_FILE)
+    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     LegacyRank,
     arguments,
     open_legacy,
@@ -44,7 +44,33 @@ from megatron.core.dist_checkpointing.format.schema import (
 )
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 
-Stored = FileTensor | torch.Tensor
+
+@dataclass(frozen=True)
+class _GroupedExpert:
+    """One expert's matrix of GroupedMLP, as the linear layer of the expert has it: [rows, columns].
+
+    Stored are all experts of a rank in a row, each transposed; the shape of what is stored says otherwise. (Source:
+    Megatron-core's GroupedMLP, which views its weights as [experts, columns, rows].)
+    """
+
+    stored: FileTensor | torch.Tensor
+    first: int  # element
+    shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read_flat(self, start: int, count: int) -> torch.Tensor:
+        """All of the matrix is read: its rows are columns in the file."""
+        flat = _flat_reader(self.stored)(self.first, self.numel())
+        return flat.view(self.shape[::-1]).t().reshape(-1)[start : start + count]
+
+
+Stored = FileTensor | torch.Tensor | _GroupedExpert
 
 
 class LegacySource:
@@ -80,11 +106,17 @@ class LegacySource:
             chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
             chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
             chunks = self._add_weights(content, chunks, folder)
+            grouped = any(name.endswith(".experts.weight1") for model in _models(content, folder) for name in model)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = open_legacy(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
             for number, kind in enumerate(kinds):  # dense layers, then experts
                 own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
+                if kind and any(own) and grouped:
+                    raise CheckpointError(
+                        f"{where}: the optimizer of experts of --moe-use-legacy-grouped-gemm is transposed like their "
+                        "weights and is not read: leave it out (convert.py --no-optim, --no-load-optim for training)"
+                    )
                 if kind is not None and any(own) and sharded:
                     self._add_buffers(kind, where, own, rank.pp)
                 elif kind is not None and any(own):
@@ -110,6 +142,7 @@ class LegacySource:
             raise CheckpointError(f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}")
         result = []
         for model, parameters in zip(models, chunks, strict=True):
+            model = _by_expert(model, parameters, where)
             stored = {name: replace(p, name=name) for p in parameters for name in [_stored_name(model, p, where)]}
             for name, parameter in stored.items():
                 self._add_tensor(parameter.key, parameter, model[name], where)
@@ -234,16 +267,36 @@ def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Pat
     for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
         if name in model:
             return name
-    if parameter.info.expert and any(name.endswith(".experts.weight1") for name in model):
-        raise CheckpointError(
-            f"{where}: experts of --moe-use-legacy-grouped-gemm, transposed and all in one tensor, are not read. Save "
-            "the run without that flag, or in torch_dist, where weights (not the optimizer) are as others have them"
-        )
     raise CheckpointError(f"{where}: {parameter.name} is missing")
 
 
+_GROUPED = {"linear_fc1.weight": "weight1", "linear_fc2.weight": "weight2"}  # of --moe-use-legacy-grouped-gemm
+
+
+def _by_expert(model: dict[str, Stored], parameters: Sequence[LocalParameter], where: Path) -> dict[str, Stored]:
+    """`model` with a name for each expert in place of GroupedMLP's one for all of them."""
+    result = dict(model)
+    for parameter in parameters:
+        match = re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", parameter.name)
+        if match is None or match[3] not in _GROUPED:
+            continue
+        grouped = match[1] + _GROUPED[match[3]]
+        if grouped not in model:
+            continue
+        result.pop(grouped, None)
+        stored, rows = _tensor(model[grouped], f"{where}: {grouped}"), parameter.shape
+        experts = sum(p.name.startswith(f"{match[1]}local_experts.") and p.name.endswith(match[3]) for p in parameters)
+        shape = (rows[1], experts * rows[0]) if match[3] == "linear_fc1.weight" else (experts * rows[1], rows[0])
+        if isinstance(stored, _GroupedExpert) or tuple(stored.shape) != shape:
+            raise CheckpointError(
+                f"{where}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments make it {shape}"
+            )
+        result[parameter.name] = _GroupedExpert(stored, int(match[2]) * parameter.numel, rows)
+    return result
+
+
 def _flat_reader(tensor: Stored) -> ReadFlat:
-    if isinstance(tensor, FileTensor):
+    if not isinstance(tensor, torch.Tensor):
         return tensor.read_flat
     flat = tensor.reshape(-1)
     return lambda start, count: flat[start : start + count]

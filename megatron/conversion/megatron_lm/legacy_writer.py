@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     LegacyRank,
     common_state,
     in_chain,

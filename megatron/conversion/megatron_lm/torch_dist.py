@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.args import (
     ASKED_FOR,
     arguments,
     common_state,
     extra_states,
     in_chain,
-    is_extra_state,
     param_groups,
     stored_model,
     training_state,

@@ -1,8 +1,9 @@
 """Where the rows of a model-space tensor lie in the tensors of a file: one description, read in both directions.
 
 A row map lists runs of rows in the order of the model. Of two query groups with q, k and v in a tensor each, the model
-has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate above up is a run from each of two tensors;
-a tensor as it is has one run. Columns are never moved, so a box of rows and columns needs these rows alone.
+has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate above up is a run from each of two tensors,
+or, where their rows alternate in one, two runs of every second row; a tensor as it is has one run. Columns are never
+moved, so a box of rows and columns needs these rows alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import torch
 
 
 class RowRun(NamedTuple):
-    """`rows` rows from row `start` of stored tensor number `source`."""
+    """`rows` rows from row `start` of stored tensor number `source`, each `step` rows after the one before."""
 
     source: int
     start: int
     rows: int
+    step: int = 1
+
+    @property
+    def places(self) -> slice:
+        return slice(self.start, self.start + (self.rows - 1) * self.step + 1, self.step)
 
 
 RowMap = tuple[RowRun, ...]
@@ -31,6 +37,11 @@ def as_is(rows: int) -> RowMap:
 def stacked(rows: int, count: int) -> RowMap:
     """`count` stored tensors of `rows` rows each, one above the other."""
     return tuple(RowRun(source, 0, rows) for source in range(count))
+
+
+def alternating(rows: int, count: int) -> RowMap:
+    """One stored tensor of `count * rows` rows, of which every `count`-th ones are one above the other in the model."""
+    return tuple(RowRun(0, start, rows, count) for start in range(count))
 
 
 def qkv_apart(heads: int, groups: int, head_dim: int) -> RowMap:
@@ -71,18 +82,21 @@ def cut(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
     for run in row_map:
         first, last = max(start - begin, 0), min(stop - begin, run.rows)
         if first < last:
-            yield RowRun(run.source, run.start + first, last - first)
+            yield RowRun(run.source, run.start + first * run.step, last - first, run.step)
         begin += run.rows
 
 
 def unpack_rows(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
     """Model rows `[start, stop)`; `read(source, first, count)` gives stored rows."""
-    pieces = [read(*run) for run in cut(row_map, start, stop)]
+    runs = list(cut(row_map, start, stop))
+    pieces = [read(run.source, run.start, run.places.stop - run.start)[:: run.step] for run in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
     """Stored tensor number `source`, from the whole model-space tensor: the inverse of `unpack_rows`."""
-    pieces = model.split([run.rows for run in row_map])
-    own = sorted((run.start, number) for number, run in enumerate(row_map) if run.source == source)
-    return torch.cat([pieces[number] for _, number in own])
+    stored = model.new_empty(stored_rows(row_map)[source], *model.shape[1:])
+    for run, piece in zip(row_map, model.split([run.rows for run in row_map]), strict=True):
+        if run.source == source:
+            stored[run.places] = piece
+    return stored

@@ -12,13 +12,11 @@ of plausibility: they keep a file of a few bytes from asking for the time and me
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import types
 import typing
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -220,6 +218,10 @@ class TensorInfo:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
 
 @dataclass
 class TrainingState:
@@ -271,76 +273,3 @@ Progress = Callable[[int], None]  # called with the number of bytes just written
 
 def no_progress(nbytes: int) -> None:
     """The default `Progress`."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the target shall be; None means as the source is."""
-
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    virtual_pipeline_parallel: int | None = None
-    expert_parallel: int | None = None
-    expert_tensor_parallel: int | None = None
-    dtype: torch.dtype | None = None  # of the weights
-    optimizer: bool = True
-    vocab_size: int | None = None  # rows beyond it are cut
-    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
-    max_shard_size: int = 5 * 10**9
-    optim_sidecar: bool = False
-    workers: int = 1
-    universal_style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
-    qkv_blocks: bool = False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
-    transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
-    stacked_layers: bool = False
-    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
-    note: Callable[[str], None] = lambda text: None  # receives further lines for the user
-
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of "5GB", "300MB", "2GiB" or a plain number; decimal units as in `transformers`."""
-    value = str(text).strip().upper()
-    digits = value.rstrip("BKMGTI ")
-    unit = value[len(digits) :].strip()
-    try:
-        size = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError):
-        size = 0
-    if size <= 0:
-        raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
-    return size
-
-
-class CastSource:
-    """A source with weights of another dtype, or without the optimizer, as the options say.
-
-    Weights of a new dtype are cast from the fp32 main parameters, if there are any.
-    """
-
-    def __init__(self, source: Source, options: Options) -> None:
-        self._source, self._dtype = source, options.dtype
-        self.description, self.unused = source.description, source.unused
-        self.args = dict(source.args)
-        self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, info in source.tensors.items():
-            if not key.startswith("optimizer.state."):
-                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
-            elif options.optimizer:
-                self.tensors[key] = info
-        if options.dtype is not None:
-            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
-            self.args["params_dtype"] = options.dtype
-        if options.transformer_impl is not None:
-            self.args["transformer_impl"] = options.transformer_impl
-        if not options.optimizer and source.training is not None:
-            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        wanted = self.tensors[key].dtype
-        if wanted != self._source.tensors[key].dtype:
-            key = full_precision_key(key, self._source.tensors)
-        return self._source.read(key, offset, shape).to(wanted)

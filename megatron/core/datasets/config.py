@@ -117,11 +117,11 @@ class GPTDatasetConfig:
     reset_position_ids: bool = flag(False)
     """Let positions start at 0 again after every end-of-document token."""
     reset_attention_mask: bool = flag(False)
-    """Keep attention within documents: batches carry an attention mask that is block-diagonal."""
+    """Keep attention within documents: batches carry the number of each token's document."""
     eod_mask_loss: bool = flag(False)
     """Give positions whose input is the end-of-document token no loss."""
     create_attention_mask_in_dataloader: bool = flag(True)
-    """Never put an attention mask into batches. Only --reset-attention-mask makes one: the causal one is implied."""
+    """Never tell the model of documents. There are no masks in batches in any case: the causal one is implied."""
     mid_level_dataset_surplus: float = flag(0.005)
     """Share of samples that members of a weighted blend are built with beyond what their weights ask for."""
     num_dataset_builder_threads: int = flag(1)
@@ -172,8 +172,8 @@ class GPTDatasetConfig:
             yield f"--mid-level-dataset-surplus must not be negative, got {self.mid_level_dataset_surplus}"
         if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
             yield (
-                "--reset-attention-mask is carried out by the mask that --no-create-attention-mask-in-dataloader "
-                "leaves out: drop one of the two"
+                "--reset-attention-mask is carried out by what --no-create-attention-mask-in-dataloader leaves out: "
+                "drop one of the two"
             )
         for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
             rate = getattr(self, name)

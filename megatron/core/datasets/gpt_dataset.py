@@ -162,7 +162,7 @@ class GPTDataset:
         return self.plan.num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """tokens, labels, position_ids int64 [s], loss_mask float32 [s], and attention_mask (see `finish_sample`)."""
+        """tokens, labels, position_ids int64 [s], loss_mask float32 [s], and documents (see `finish_sample`)."""
         text = self._read(int(self.shuffle_index[index]))
         highest = int(text.max())
         if highest >= self.vocab_size:
@@ -245,8 +245,8 @@ def generator_of(seed: int, split: Split, index: int) -> np.random.RandomState:
 def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sample:
     """Inputs, labels and masks of one row of tokens.
 
-    With --reset-attention-mask there is a boolean attention_mask [1, s, s], True where attention is forbidden; without
-    it there is none, because the causal mask is known to the model.
+    With --reset-attention-mask there are `documents` [s], the number of the document that a position belongs to: what
+    attention does not see follows from that, in a s-th of the memory of a mask.
     """
     if config.add_extra_token_to_sequence:
         tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -260,9 +260,7 @@ def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sampl
     position_ids = np.arange(len(tokens))
     sample = {"loss_mask": loss_mask}
     if config.reset_attention_mask:
-        document = np.cumsum(starts)
-        visible = (document[:, None] == document[None, :]) & (position_ids[:, None] >= position_ids[None, :])
-        sample["attention_mask"] = ~visible[None]
+        sample["documents"] = np.cumsum(starts)
     if config.reset_position_ids:
         position_ids = position_ids - np.maximum.accumulate(np.where(starts, position_ids, 0))
     tokens[tokens == PADDING] = 0

@@ -9,10 +9,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 Extent = tuple[Shape, Shape]  # offset and shape of a box

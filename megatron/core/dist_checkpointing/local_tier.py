@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, decode_checksums
+from megatron.core.dist_checkpointing.format.checksums import decode_checksums
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.durable_files import committed
@@ -137,16 +137,12 @@ def _intact(marker: Path) -> int | None:
     """The size of the marker, if it is whole and its files are there."""
     try:
         content = read_regular(marker)
-        sums = decode_marker(content, marker)
+        sums = decode_checksums(content, str(marker))
         if all((marker.parent / file).stat().st_size == size for file, (size, _) in sums.items()):
             return len(content)
     except (OSError, CheckpointError):
         pass
     return None
-
-
-def decode_marker(content: bytes, where: Path) -> dict[str, FileChecksums]:
-    return decode_checksums(content, str(where))
 
 
 def _node_token(root: Path) -> str:

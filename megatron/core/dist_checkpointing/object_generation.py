@@ -42,11 +42,17 @@ class ObjectGeneration(Generation):
         number = max([_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))])
         while True:
             number += 1
+            mine = f"{root.key}/{_PREFIX}{number:07d}"
             try:
-                root.store.create(f"{root.key}/{_PREFIX}{number:07d}", json.dumps(content).encode())
-                break
+                root.store.create(mine, json.dumps(content).encode())
             except ConflictError:  # another start took this number
                 continue
+            newest = _newest(root)
+            if newest <= number:
+                break
+            # Faster starts had taken this number, and later ones, which removed it.
+            root.store.delete([mine])
+            number = newest
         generation = cls(root, number, token)
         for directory in root.glob("iter_*"):
             assert isinstance(directory, ObjectPath)

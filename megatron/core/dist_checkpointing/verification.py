@@ -9,21 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, read_commit
 from megatron.core.dist_checkpointing.format import checksums, schema
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
+from megatron.core.dist_checkpointing.format.metadata_index import read_metadata
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.core.dist_checkpointing.loading.reader import read_metadata
 from megatron.core.dist_checkpointing.object_generation import CLAIM
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ def verify(
     try:
         sums = checksums.read_checksums(path)
     except schema.CheckpointError as error:
-        if (path / checksums.CHECKSUMS).exists():
+        if checksums.find_checksums(path) is not None:
             report.problems.append(str(error))
         else:
             report.notes.append(str(error))
@@ -93,7 +95,7 @@ def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _object_faults(path, listed)
     # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
-    if (path / checksums.CHECKSUMS).exists():
+    if checksums.find_checksums(path) is not None:
         exact, sizes = True, {name: sums.size for name, sums in checksums.read_checksums(path).items()}
     else:
         exact, sizes = False, read_metadata(path).file_sizes()
@@ -159,7 +161,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
             report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
+    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, checksums.OLD_CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
     known |= metadata.file_sizes().keys()
     unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]

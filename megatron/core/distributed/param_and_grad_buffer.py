@@ -12,7 +12,8 @@ from torch import nn
 from megatron.core.distributed.buffer_plan import BucketPlan, ParamSpec, intersect, plan_buffer, ranges_of
 from megatron.core.module import ParamInfo, param_info
 from megatron.core.parallel_state import Axis, group_of
-from megatron.core.utils import all_gather_into_tensor, even_range, reduce_scatter_tensor
+from megatron.core.tensor_parallel.mappings import all_gather_into_tensor, reduce_scatter_tensor
+from megatron.core.utils import even_range
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Bucket:
         # Parameters whose gradient of the last micro batch has not arrived: the reduction starts when none is left.
         self.missing = set(self.params)
         self._dp = dp
-        self._sharded = shard.size > 1
+        self.is_sharded = shard.size > 1  # other ranks have other parts of the sum
         self._grad_work: dist.Work | None = None
         self._param_work: dist.Work | None = None
 
@@ -64,7 +65,7 @@ class Bucket:
         if self._dp.size == 1:
             return
         assert self._dp.group is not None and self._grad_work is None
-        if self._sharded:
+        if self.is_sharded:
             self._grad_work = reduce_scatter_tensor(self._reduced, self.grad_data, group=self._dp.group, async_op=True)
         else:
             self._grad_work = dist.all_reduce(self.grad_data, group=self._dp.group, async_op=True)
@@ -78,18 +79,13 @@ class Bucket:
             self.grad_shard.copy_(self._reduced)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks have other parts of the sum."""
-        return self._sharded
-
-    @property
     def params_complete(self) -> bool:
         """No gather is under way."""
         return self._param_work is None
 
     def start_param_gather(self) -> None:
         """Fill `param_data` with the `param_shard` of every rank."""
-        if not self._sharded:
+        if not self.is_sharded:
             return
         assert self._dp.group is not None and self._param_work is None
         self._param_work = all_gather_into_tensor(
@@ -99,14 +95,14 @@ class Bucket:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that have the shards."""
-        if self._sharded:
+        if self.is_sharded:
             assert self._dp.group is not None
             return self._dp.group
         return group_of((dist.get_rank(),))  # None would be the world
 
     def gather(self, shard_data: torch.Tensor) -> torch.Tensor:
         """`shard_data` of every rank, in the order of the bucket."""
-        if not self._sharded:
+        if not self.is_sharded:
             return shard_data
         whole = shard_data.new_empty(self.plan.numel)
         all_gather_into_tensor(whole, shard_data, group=self._dp.group)

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
-from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import (
-    TensorParallelRng,
-    VocabParallelEmbedding,
-    padded_vocab_size,
-)
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     gather_from_sequence,
     gather_from_tensor_parallel,
 )
 from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import even_range
 
@@ -30,13 +26,13 @@ from megatron.core.utils import even_range
 class PositionEmbedding(MegatronModule):
     """A learned vector per position, replicated over TP."""
 
-    def __init__(self, config: TransformerConfig, *, partial_grad: bool, device: torch.device | None) -> None:
+    def __init__(self, config: TransformerConfig, place: Placement) -> None:
         super().__init__()
         if config.max_position_embeddings is None:
             raise ValueError("learned position embeddings need --max-position-embeddings")
         shape = (config.max_position_embeddings, config.hidden_size)
-        info = ParamInfo(Normal(config.init_method_std), partial_grad=partial_grad)
-        self.weight = make_parameter(shape, config.params_dtype, device, info)
+        info = ParamInfo(Normal(config.init_method_std), partial_grad=place.sequence_parallel)
+        self.weight = make_parameter(shape, config.params_dtype, place.device, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return F.embedding(position_ids, self.weight)
@@ -45,43 +41,27 @@ class PositionEmbedding(MegatronModule):
 class GPTEmbedding(MegatronModule):
     """Words (scaled) + positions, norm, dropout: `[b, s]` to `[s, b, h]`, `[s/tp, b, h]` under sequence parallelism."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        vocab_size: int,
-        make_vocab_size_divisible_by: int,
-        shared: bool,
-        tp: Axis,
-        rng: TensorParallelRng,
-        sequence_parallel: bool,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, place: Placement, *, num_rows: int, shared: bool) -> None:
+        """`num_rows`: with padding, of all TP ranks; `shared`: the last stage has a copy of the words."""
         super().__init__()
-        self.tp, self.rng, self.sequence_parallel, self.dropout = tp, rng, sequence_parallel, config.hidden_dropout
+        assert config.vocab_size is not None
+        self.place, self.dropout = place, config.hidden_dropout
         # In the model's precision, as checkpoints were trained.
         scale = torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu").item()
         self.scale = scale if config.scale_embeddings else None
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
+            config.vocab_size,
             config.hidden_size,
+            num_rows=num_rows,
             info=ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=shared),
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            tp=place.tp,
+            sequence_parallel=place.sequence_parallel,
             dtype=config.params_dtype,
-            device=device,
+            device=place.device,
         )
-        self.position_embeddings = (
-            PositionEmbedding(config, partial_grad=sequence_parallel, device=device)
-            if config.position_embedding_type == "learned_absolute"
-            else None
-        )
-        self.word_embeddings_layernorm = (
-            layer_spec(config).norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-            if config.embedding_layernorm
-            else None
-        )
+        learned, normed = config.position_embedding_type == "learned_absolute", config.embedding_layernorm
+        self.position_embeddings = PositionEmbedding(config, place) if learned else None
+        self.word_embeddings_layernorm = layer_spec(config).hidden_norm(config, place) if normed else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens.t())
@@ -89,14 +69,14 @@ class GPTEmbedding(MegatronModule):
             hidden_states = hidden_states * self.scale
         if self.position_embeddings is not None:
             positions = position_ids.t()  # [s, b]
-            if self.sequence_parallel:
-                start, stop = even_range(positions.shape[0], self.tp.rank, self.tp.size)
+            if self.place.sequence_parallel:
+                start, stop = even_range(positions.shape[0], self.place.tp.rank, self.place.tp.size)
                 positions = positions[start:stop]
             hidden_states = hidden_states + self.position_embeddings(positions)
         if self.word_embeddings_layernorm is not None:
             hidden_states = self.word_embeddings_layernorm(hidden_states)
         if self.dropout and self.training:
-            with self.rng.fork() if self.sequence_parallel else nullcontext():
+            with self.place.rng.fork() if self.place.sequence_parallel else nullcontext():
                 hidden_states = F.dropout(hidden_states, self.dropout)
         return hidden_states
 
@@ -112,23 +92,22 @@ class OutputLayer(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
+        place: Placement,
         *,
-        vocab_size: int,
-        make_vocab_size_divisible_by: int,
+        num_rows: int,
         own_weight: bool,
         tied_copy: bool,
-        tp: Axis,
-        sequence_parallel: bool,
-        device: torch.device | None,
     ) -> None:
+        """`num_rows`: with padding, of all TP ranks."""
         super().__init__()
-        self.tp, self.sequence_parallel, self.vocab_size, self.tied_copy = tp, sequence_parallel, vocab_size, tied_copy
+        assert config.vocab_size is not None
+        self.tp, self.sequence_parallel = place.tp, place.sequence_parallel
+        self.vocab_size, self.tied_copy = config.vocab_size, tied_copy
         self.cross_entropy = layer_spec(config).cross_entropy(config)
         self.softcap = config.final_logit_softcapping
-        rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
         info = ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=tied_copy, counted=not tied_copy)
-        shape = (rows, config.hidden_size)
-        self.weight = make_parameter(shape, config.params_dtype, device, info) if own_weight else None
+        shape = (num_rows // place.tp.size, config.hidden_size)
+        self.weight = make_parameter(shape, config.params_dtype, place.device, info) if own_weight else None
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,9 @@ from torch import Tensor
 from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.tensor_parallel import TensorParallelRng, padded_vocab_size
+from megatron.core.transformer.attention.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -70,31 +70,16 @@ class GPTModel(MegatronModule):
         self.config = config
         tp = tp if tp is not None else Axis()
         rng = rng if rng is not None else TensorParallelRng(0, tp.rank, device)
+        experts = experts if experts is not None else ExpertAxes()
+        place = Placement(tp, rng, cp, sequence_parallel, experts, device)
         layers = layers if layers is not None else range(config.num_layers)
         tied = not config.untie_embeddings_and_output_weights
         two_copies = tied and not (pre_process and post_process)
-        vocabulary: dict[str, Any] = {
-            "vocab_size": config.vocab_size,
-            "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
-            "tp": tp,
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-        }
-        self.embedding = GPTEmbedding(config, shared=two_copies, rng=rng, **vocabulary) if pre_process else None
-        self.decoder = TransformerBlock(
-            config,
-            layers=layers,
-            post_process=post_process,
-            tp=tp,
-            rng=rng,
-            cp=cp,
-            sequence_parallel=sequence_parallel,
-            experts=experts,
-            device=device,
-            stage=stage,
-        )
+        rows = padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
+        self.embedding = GPTEmbedding(config, place, num_rows=rows, shared=two_copies) if pre_process else None
+        self.decoder = TransformerBlock(config, place, layers=layers, post_process=post_process, stage=stage)
         self.output_layer = (
-            OutputLayer(config, own_weight=two_copies or not tied, tied_copy=two_copies, **vocabulary)
+            OutputLayer(config, place, num_rows=rows, own_weight=two_copies or not tied, tied_copy=two_copies)
             if post_process
             else None
         )
@@ -106,18 +91,18 @@ class GPTModel(MegatronModule):
         *,
         input_tensor: Tensor | None = None,
         labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the logits.
 
         `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
-        (`[s/tp, b, h]` under sequence parallelism); `attention_mask` `[b, 1, s, s]` is True where attention is
-        forbidden, None for causal order. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype. Under
-        context parallelism s counts the positions of this rank, and the mask is what `cp.part_of` leaves of it.
+        (`[s/tp, b, h]` under sequence parallelism). A token sees what comes before it, with `documents` `[b, s]` where
+        that has the same number. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype. Under context
+        parallelism s counts the positions of this rank, but for `documents`, which are whole.
         """
         hidden_states = self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
         assert hidden_states is not None, "a chunk that is not the first needs input_tensor"
-        hidden_states = self.decoder(hidden_states, attention_mask)
+        hidden_states = self.decoder(hidden_states, documents)
         if self.output_layer is None:
             return hidden_states
         weight = self.output_layer.weight

@@ -5,7 +5,6 @@ Main parameters, moments and steps stay ours, flat and under their names in chec
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.utils import import_apex
 
+_FLAG = "--optimizer-impl"
 _CHUNK = 2048 * 32  # elements of a block, as in apex
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"--optimizer-impl apex: {name} cannot be imported ({error}). Build apex with its C++ and CUDA extensions "
-            "(docs/gpu.md), or take --optimizer-impl torch"
-        ) from error
 
 
 class ApexAdam(UpdateRule):
@@ -36,7 +27,7 @@ class ApexAdam(UpdateRule):
     def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
         super().__init__(groups, **hyperparameters)
         on_device = [group | {"lr": torch.tensor(group["lr"])} for group in self.param_groups]
-        self._adam = _import("apex.optimizers").FusedAdam(on_device, capturable=True)
+        self._adam = import_apex("apex.optimizers", _FLAG).FusedAdam(on_device, capturable=True)
         self.state = self._adam.state
 
     @torch.no_grad()
@@ -45,10 +36,8 @@ class ApexAdam(UpdateRule):
         for ours, theirs in zip(self.param_groups, self._adam.param_groups, strict=True):
             if ours["params"]:
                 theirs["lr"].fill_(ours["lr"])
-                theirs["weight_decay"], theirs["step"] = (
-                    ours["weight_decay"],
-                    self.states(ours, "step")[0].int().view(1),
-                )
+                theirs["weight_decay"] = ours["weight_decay"]
+                theirs["step"] = self.states(ours, "step")[0].int().view(1)
         self._adam.step(grad_scaler=self)
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
@@ -65,5 +54,5 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     overflow = torch.zeros(1, dtype=torch.int, device=device)  # it is set by other kernels of this kind
-    norm, _ = _import("amp_C").multi_tensor_l2norm(_CHUNK, overflow, [list(grads)], False)
+    norm, _ = import_apex("amp_C", _FLAG).multi_tensor_l2norm(_CHUNK, overflow, [list(grads)], False)
     return norm.squeeze().double().square()  # type: ignore[no-any-return]

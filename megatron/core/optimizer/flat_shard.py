@@ -15,7 +15,6 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.optimizer.apex import ApexAdam
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, MatrixLayout, Muon, UpdateRule
-from megatron.core.parallel_state import Axis
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def make_shard(bucket: Bucket, config: OptimizerConfig) -> FlatShard:
 
 
 def make_update_rule(
-    shards: Sequence[FlatShard], config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout], tp: Axis
+    shards: Sequence[FlatShard], config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout]
 ) -> UpdateRule:
     """The rule of --optimizer over the flat tensors, with its state allocated.
 
@@ -114,7 +113,7 @@ def make_update_rule(
             beta3_warmup=config.ademamix_beta3_warmup,
         )
     elif config.optimizer == "muon":
-        rule = Muon(groups, {shard.param: shard.bucket for shard in shards}, config, layouts, tp)
+        rule = Muon(groups, {shard.param: shard.bucket for shard in shards}, config, layouts)
     elif config.optimizer_impl == "apex":
         rule = ApexAdam(groups, betas=betas, eps=config.adam_eps)
     else:

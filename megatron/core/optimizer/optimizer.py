@@ -67,8 +67,8 @@ class MegatronOptimizer:
         layouts: dict[nn.Parameter, MatrixLayout] = {}
         if config.optimizer == "muon":
             for chunk in chunks:
-                layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv)
-        self._rule = make_update_rule(self.shards, config, layouts, ps.tp)
+                layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv, ps.tp, ps.etp)
+        self._rule = make_update_rule(self.shards, config, layouts)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
@@ -130,6 +130,8 @@ class MegatronOptimizer:
         `live`: these main ones themselves, to be loaded into.
         """
         fp8 = {id(param) for s in self.shards if s.is_fp8 for param in s.bucket.params}
+        if not fp8:
+            return model_state
         state = {k: e for k, e in model_state.items() if not (isinstance(e, ShardedTensor) and id(e.local) in fp8)}
         for shard, piece, entry in self._pieces(model_state):
             if shard.is_fp8:

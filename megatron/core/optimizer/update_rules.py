@@ -7,7 +7,7 @@ layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is Scalabl
 weights with weight decay but the word embedding and the output layer; AdamW updates the others. Momentum is one more
 flat tensor of a shard, so it is sharded, saved and resharded like Adam's moments. Orthogonalization needs whole
 matrices: the momentum of a bucket is gathered over data parallelism, and every matrix in a rank's shard over tensor
-parallelism.
+parallelism. Each expert has matrices of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.module import param_info
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.parallel_state import Axis
-from megatron.core.utils import all_gather_into_tensor
+from megatron.core.tensor_parallel.mappings import all_gather_into_tensor
 
 
 def slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
@@ -194,21 +194,26 @@ class MatrixLayout:
     """How a rank's part of a parameter lies in the whole one."""
 
     split_dim: int | None
-    """The dimension that is split over TP."""
+    """The dimension of a matrix that is split over `tp`."""
+    tp: Axis = Axis()
+    """For experts ETP."""
     row_blocks: tuple[int, ...] = ()
     """Rows repeat in blocks of these sizes; the first of all blocks are a matrix of their own, and so on (Q, K, V)."""
 
 
-def matrix_layouts(model_state: ShardedStateDict, split_qkv: bool) -> dict[nn.Parameter, MatrixLayout]:
+def matrix_layouts(
+    model_state: ShardedStateDict, split_qkv: bool, tp: Axis, etp: Axis
+) -> dict[nn.Parameter, MatrixLayout]:
     """The layouts of all matrices of a rank, from the layers' own definition of their sharding."""
     layouts = {}
     for entry in model_state.values():
         if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
             continue
-        local, whole = tuple(entry.local.shape), entry.global_shape
-        if len(whole) == 2:
+        info, local, whole = param_info(entry.local), entry.local.shape[-2:], entry.global_shape[-2:]
+        if len(entry.global_shape) > 1:
             split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
-            layouts[entry.local] = MatrixLayout(split, param_info(entry.local).row_blocks if split_qkv else ())
+            blocks = info.row_blocks if split_qkv else ()
+            layouts[entry.local] = MatrixLayout(split, etp if info.expert else tp, blocks)
     return layouts
 
 
@@ -221,14 +226,12 @@ class Muon(AdamW):
         buckets: Mapping[Tensor, Bucket],
         config: OptimizerConfig,
         layouts: Mapping[nn.Parameter, MatrixLayout],
-        tp: Axis,
     ) -> None:
         """`buckets`: that of every flat tensor."""
         super().__init__(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
         self._buckets = buckets
         self._config = config
         self._layouts = layouts
-        self._tp = tp
 
     def update(self, group: dict[str, Any]) -> None:
         if not group.get("use_muon"):
@@ -261,24 +264,28 @@ class Muon(AdamW):
 
     def _whole_matrices(self, local: Tensor, layout: MatrixLayout) -> Tensor:
         """This rank's part of the orthogonalized matrix, or matrices, that `local` is a part of."""
+        if local.dim() == 3:
+            return torch.stack([self._whole_matrix(expert, layout) for expert in local])
         if not layout.row_blocks:
-            return self._whole_matrix(local, layout.split_dim)
+            return self._whole_matrix(local, layout)
         columns = local.shape[1]
         blocks = local.view(-1, sum(layout.row_blocks), columns).split(layout.row_blocks, dim=1)
-        parts = [self._whole_matrix(block.reshape(-1, columns), layout.split_dim) for block in blocks]
+        parts = [self._whole_matrix(block.reshape(-1, columns), layout) for block in blocks]
         whole = torch.cat([part.view(block.shape) for part, block in zip(parts, blocks, strict=True)], dim=1)
         return whole.view(local.shape)
 
-    def _whole_matrix(self, local: Tensor, split_dim: int | None) -> Tensor:
-        config = self._config
-        matrix = local if split_dim is None else _gather(local, split_dim, self._tp)
+    def _whole_matrix(self, local: Tensor, layout: MatrixLayout) -> Tensor:
+        config, split_dim = self._config, layout.split_dim
+        # Gate and up are stacked on every rank, so that the rows of a gathered matrix may come in another order. That
+        # changes nothing: orthogonalizing a matrix with its rows permuted permutes those of the result.
+        matrix = local if split_dim is None else _gather(local, split_dim, layout.tp)
         with _matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
             result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
         rows, columns = matrix.shape
         result = result * (config.muon_extra_scale_factor * scale_factor(rows, columns, config.muon_scale_mode))
         if split_dim is None:
             return result
-        return result.narrow(split_dim, self._tp.rank * local.shape[split_dim], local.shape[split_dim])
+        return result.narrow(split_dim, layout.tp.rank * local.shape[split_dim], local.shape[split_dim])
 
 
 def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:

@@ -6,6 +6,7 @@ A tick has one exchange, of known shape and dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -133,18 +134,17 @@ def run_schedule(
     assert not inputs and not stage.in_flight
 
 
+@dataclass
 class _Stage:
     """The passes of one rank's model chunks; keeps what a backward pass needs of its forward pass."""
 
-    def __init__(
-        self, forward_step: MicrobatchStep, num_chunks: int, pp: Axis, spec: MessageSpec, forward_only: bool
-    ) -> None:
-        self.forward_step = forward_step
-        self.num_chunks = num_chunks
-        self.pp = pp
-        self.spec = spec
-        self.forward_only = forward_only
-        self.in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # (input, root of the graph)
+    forward_step: MicrobatchStep
+    num_chunks: int
+    pp: Axis
+    spec: MessageSpec
+    forward_only: bool
+    in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """(input, root of the graph) by (chunk, micro batch)."""
 
     def forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
         """The activation for the next virtual stage; None on the last one."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import linear_weight_grad
+from megatron.core.tensor_parallel.layers import linear_weight_grad, local_rows
 from megatron.core.tensor_parallel.mappings import (
     Pending,
     start_all_reduce,
@@ -64,42 +64,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits.div_(softcap).tanh_().mul_(softcap)
         first = tp.rank * weight.shape[0]
         logits[:, max(0, vocab_size - first) :] = -torch.inf
-        rows, mine = _local_labels(labels.reshape(-1), first, weight.shape[0])
+        columns, elsewhere = local_rows(labels.reshape(-1), first, weight.shape[0])
 
         largest = logits.amax(-1).float()
         if tp.size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
-        total, predicted = _exponentials(logits, largest, rows)
-        predicted.masked_fill_(~mine, 0.0)  # a rank with nothing but padding has only -inf to offer
+        total, predicted = _exponentials(logits, largest, columns)
+        predicted.masked_fill_(elsewhere, 0.0)  # a rank with nothing but padding has only -inf to offer
         if tp.size > 1:
             sums = torch.stack((total, predicted))
             total, predicted = start_all_reduce(sums, tp).wait().unbind()
-        ctx.save_for_backward(hidden, weight, logits, largest, total, rows, mine)
+        ctx.save_for_backward(hidden, weight, logits, largest, total, columns, elsewhere)
         ctx.weight, ctx.tp, ctx.sequence_parallel, ctx.softcap = weight, tp, sequence_parallel, softcap
         return (total.log() - predicted).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, logits, largest, total, rows, mine = ctx.saved_tensors
+        hidden, weight, logits, largest, total, columns, elsewhere = ctx.saved_tensors
         tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
         gather = start_sequence_all_gather(hidden, tp) if sequence_parallel else Pending(hidden, None)
         chunks, dloss = _chunks(logits), dloss.reshape(-1).float()
         for start in chunks if ctx.softcap is not None else ():
             part = slice(start, start + chunks.step)
             slope = _slope(logits[part], largest[part], ctx.softcap)
-            _gradient(logits[part], total[part], rows[part], mine[part], dloss[part]).mul_(slope)
-        dlogits = logits if ctx.softcap is not None else _gradient(logits, total, rows, mine, dloss)
+            _gradient(logits[part], total[part], columns[part], elsewhere[part], dloss[part]).mul_(slope)
+        dlogits = logits if ctx.softcap is not None else _gradient(logits, total, columns, elsewhere, dloss)
         dx = (dlogits @ weight).view(gather.wait().shape)
         pending = start_sequence_reduce_scatter(dx, tp) if sequence_parallel else start_all_reduce(dx, tp)
         dw = linear_weight_grad(ctx.weight, dlogits, gather.wait().reshape(-1, hidden.shape[-1]))
         return pending.wait(), dw, None, None, None, None, None
-
-
-def _local_labels(labels: Tensor, first: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 for labels of other ranks), and which labels are this rank's."""
-    columns = labels - first
-    mine = (columns >= 0) & (columns < num_columns)
-    return columns.masked_fill(~mine, 0), mine
 
 
 def loss_chunk_elements(device_type: str) -> int:
@@ -126,11 +119,11 @@ def _exponentials(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Ten
     return total, predicted
 
 
-def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, mine: Tensor, dloss: Tensor) -> Tensor:
+def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, elsewhere: Tensor, dloss: Tensor) -> Tensor:
     """`(softmax - onehot) * dloss`, in place of the exponentials."""
     exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
     rows = torch.arange(exponentials.shape[0], device=exponentials.device)
-    at_label = exponentials[rows, columns].float() - dloss * mine
+    at_label = exponentials[rows, columns].float() - dloss * ~elsewhere
     exponentials[rows, columns] = at_label.to(exponentials.dtype)  # in place; scatter_add_ would copy the whole matrix
     return exponentials
 

@@ -212,7 +212,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         if not split:
             return F.embedding(tokens, weight)
-        rows, elsewhere = _local_rows(tokens, first_row, weight.shape[0])
+        rows, elsewhere = local_rows(tokens, first_row, weight.shape[0])
         return F.embedding(rows, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
@@ -220,20 +220,20 @@ class _Embedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         rows, dy2d = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
         if ctx.split:
-            rows, elsewhere = _local_rows(rows, ctx.first_row, ctx.weight.shape[0])
+            rows, elsewhere = local_rows(rows, ctx.first_row, ctx.weight.shape[0])
             dy2d = dy2d.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return None, embedding_weight_grad(ctx.weight, rows, dy2d), None, None
 
 
-def _local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Index into the local rows (0 for tokens of other ranks), and which tokens those are."""
+def local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Index into the rows of a rank, from `first_row` on (0 for tokens of other ranks), and which tokens those are."""
     rows = tokens - first_row
     elsewhere = (rows < 0) | (rows >= num_rows)
     return rows.masked_fill_(elsewhere, 0), elsewhere
 
 
 class VocabParallelEmbedding(MegatronModule):
-    """Rows (tokens) are split over TP; the boxes are cropped to the real vocabulary.
+    """Rows (tokens) are split over TP, `num_rows` in all; the boxes are cropped to the real vocabulary.
 
     `[s, b]` tokens give `[s, b, h]`, or `[s/tp, b, h]` with `sequence_parallel`.
     """
@@ -243,16 +243,16 @@ class VocabParallelEmbedding(MegatronModule):
         vocab_size: int,
         hidden_size: int,
         *,
+        num_rows: int,
         info: ParamInfo,
         tp: Axis,
         sequence_parallel: bool = False,
-        make_vocab_size_divisible_by: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel, self.vocab_size = tp, sequence_parallel, vocab_size
-        self.num_rows = padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tp.size) // tp.size
+        self.num_rows = num_rows // tp.size
         self.weight = make_parameter((self.num_rows, hidden_size), dtype, device, info)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -25,7 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.utils import all_gather_into_tensor, divide, even_range, reduce_scatter_tensor
+from megatron.core.utils import divide, even_range
+
+# torch 2.13 renamed these two collectives and warns on the old names.
+all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Operation = Callable[[Tensor, Axis], Tensor]
 

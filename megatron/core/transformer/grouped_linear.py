@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
-from megatron.core.module import Init, MegatronModule, ParamInfo, make_parameter
+from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import ExpertAxes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 
 class GroupedLinear(MegatronModule):
-    """`y = x W[e]^T` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
+    """`y = x W[e]^T + b[e]` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
 
     The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1: every matrix is that
-    many stacked ones (gate and up), each of which is split.
+    many stacked ones (gate and up), each of which is split. The bias is `[experts / EP, out]` and needs ETP 1.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class GroupedLinear(MegatronModule):
         split_dim: int,
         axes: ExpertAxes,
         num_blocks: int = 1,
+        bias: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -41,13 +42,35 @@ class GroupedLinear(MegatronModule):
         shape[split_dim] = num_blocks * divide(shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP")
         info = ParamInfo(init, tp_dim=split_dim, tp_blocks=num_blocks, expert=True)
         self.weight = make_parameter(tuple(shape), config.params_dtype, device, info)
+        if bias and axes.etp.size > 1:
+            raise ValueError(f"experts with biases are not split: expert tensor parallelism {axes.etp.size} must be 1")
+        zeros = ParamInfo(Constant(0.0), expert=True)
+        self.bias = make_parameter(tuple(shape[:2]), config.params_dtype, device, zeros) if bias else None
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each."""
+    def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
+        """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each.
+
+        `probs` `[rows, 1]`, which are in x already, are factors of the bias, too.
+        """
+        y = self.project(x, counts)
+        if self.bias is None:
+            return y
+        rows = _ForEachRow.apply(self.bias, counts, len(y))
+        return y + (rows if probs is None else (rows * probs).to(y.dtype))
+
+    def project(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Without the bias."""
         return _GroupedProduct.apply(x, self.weight, counts)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        key, weight, etp, dim = prefix + "weight", self.weight.detach(), self.axes.etp, self.split_dim
+        state = self._sharded_weight(prefix + "weight")
+        if self.bias is not None:
+            key, axis = prefix + "bias", self.axes.ep
+            state[key] = ShardedTensor.split_rows(key, self.bias, axis.rank, axis.size)
+        return state
+
+    def _sharded_weight(self, key: str) -> ShardedStateDict:
+        weight, etp, dim = self.weight.detach(), self.axes.etp, self.split_dim
         whole, first = list(weight.shape), self.axes.ep.rank * weight.shape[0]
         whole[0] *= self.axes.ep.size
         whole[dim] *= etp.size
@@ -64,6 +87,20 @@ class GroupedLinear(MegatronModule):
             for block in range(self.num_blocks)
         ]
         return {key: ShardedTensor(key, tuple(whole), weight.dtype, tuple(boxes), self.weight)}
+
+
+class _ForEachRow(torch.autograd.Function):
+    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(counts)
+        return bias.repeat_interleave(counts, 0, output_size=rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (counts,) = ctx.saved_tensors  # in fp32: sums of the model's precision would lose small gradients
+        return torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype), None, None
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -10,16 +10,18 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.module import Normal
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint, linear_cross_entropy
-from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -81,6 +83,50 @@ class LayerSpec:
     start_step: Callable[[], None] = nothing
     """Before the first micro batch of a step: the weights may have changed."""
 
+    def projection_in(
+        self,
+        config: TransformerConfig,
+        place: Placement,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        normed: bool,
+        num_blocks: int = 1,
+    ) -> ColumnParallelLinear:
+        """A first projection of a branch, its outputs split over TP; `normed`: with the norm in front of it."""
+        column = partial(self.norm_column, config) if normed else partial(self.column, dtype=config.params_dtype)
+        return column(
+            inputs,
+            outputs,
+            init=Normal(config.init_method_std),
+            tp=place.tp,
+            sequence_parallel=place.sequence_parallel,
+            bias=bias,
+            num_blocks=num_blocks,
+            device=place.device,
+        )
+
+    def projection_out(
+        self, config: TransformerConfig, place: Placement, inputs: int, *, normed: bool = True
+    ) -> RowParallelLinear:
+        """The last projection of a branch, back to the residual stream; `normed`: with the norm behind it, if any."""
+        return self.row(
+            inputs,
+            config.hidden_size,
+            init=Normal(config.output_init_std),
+            tp=place.tp,
+            sequence_parallel=place.sequence_parallel,
+            bias=config.add_bias_linear,
+            output_norm=self.hidden_norm(config, place) if normed and config.norm_placement != "pre" else None,
+            dtype=config.params_dtype,
+            device=place.device,
+        )
+
+    def hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
+        """A norm of the residual stream, of which each TP rank has a part under sequence parallelism."""
+        return self.norm(config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device)
+
     def cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
         """The output layer and the loss."""
         return self.cross_entropies[config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "native"]
@@ -97,17 +143,10 @@ def layer_spec(config: TransformerConfig) -> LayerSpec:
     return LOCAL if config.transformer_impl == "local" else _transformer_engine()
 
 
-def output_norm(config: TransformerConfig, sequence_parallel: bool, device: torch.device | None) -> Norm | None:
-    """The norm behind the last projection of attention or MLP, where there is one."""
-    if config.norm_placement == "pre":
-        return None
-    return layer_spec(config).norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-
-
 def _transformer_engine() -> LayerSpec:
     """Imported here, since it is not installed everywhere and takes seconds."""
     try:
-        module = importlib.import_module("megatron.core.transformer.te_layers")
+        module = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     except (ImportError, OSError, RuntimeError) as error:  # not there, without its libraries, or of another torch
         raise ValueError(
             f"--transformer-impl transformer_engine: Transformer Engine cannot be imported ({error}). Install it with "

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.module import MegatronModule, Normal
-from megatron.core.parallel_state import Axis
-from megatron.core.transformer.layer_spec import layer_spec, output_norm
+from megatron.core.module import MegatronModule
+from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -22,42 +22,26 @@ class MLP(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
+        place: Placement,
         *,
-        tp: Axis,
-        sequence_parallel: bool = False,
-        device: torch.device | None = None,
         ffn_size: int | None = None,
         shared_expert: bool = False,
     ) -> None:
         """A `shared_expert` has an input that is normalized already."""
         super().__init__()
-        spec = layer_spec(config)
+        spec, blocks = layer_spec(config), 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
-        self.activation = ACTIVATIONS[config.activation]
-        num_blocks = 2 if config.gated else 1
-        normed = not shared_expert and config.norm_placement != "post"
-        column = partial(spec.norm_column, config) if normed else partial(spec.column, dtype=config.params_dtype)
-        self.linear_fc1 = column(
+        self.activation = activation_of(config)
+        self.linear_fc1 = spec.projection_in(
+            config,
+            place,
             config.hidden_size,
-            num_blocks * ffn_size,
-            init=Normal(config.init_method_std),
-            tp=tp,
-            sequence_parallel=sequence_parallel,
+            blocks * ffn_size,
             bias=config.add_bias_linear,
-            num_blocks=num_blocks,
-            device=device,
+            normed=not shared_expert and config.norm_placement != "post",
+            num_blocks=blocks,
         )
-        self.linear_fc2 = spec.row(
-            ffn_size,
-            config.hidden_size,
-            init=Normal(config.output_init_std),
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            bias=config.add_bias_linear,
-            output_norm=None if shared_expert else output_norm(config, sequence_parallel, device),
-            dtype=config.params_dtype,
-            device=device,
-        )
+        self.linear_fc2 = spec.projection_out(config, place, ffn_size, normed=not shared_expert)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
@@ -105,16 +89,41 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def _quick_geglu(x: Tensor) -> Tensor:
-    """quick_gelu(gate) * up of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the approximation)."""
+def _quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
+    """quick_gelu(gate) * (up + offset) of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the approximation)."""
     gate, up = x.chunk(2, -1)
-    return gate * torch.sigmoid(1.702 * gate) * up
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(1.702 * gate) * (up + offset)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+class _KeepsInput(torch.autograd.Function):
+    """`function(x)`, all of it computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(ctx.function(x), x, dy)[0], None
+
+
+def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """What the MLPs of a model compute between their matrices."""
+    if not config.quick_geglu:
+        return _ACTIVATIONS[config.activation]
+    function = partial(_quick_geglu, offset=config.glu_linear_offset, clamp=config.activation_func_clamp_value)
+    return lambda x: function(x) if torch.compiler.is_compiling() else _KeepsInput.apply(x, function)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": partial(_gated, name="swiglu"),
     "geglu": partial(_gated, name="geglu"),
-    "quick_geglu": _quick_geglu,
     "squared_relu": _squared_relu,
     "gelu (tanh)": _tanh_gelu,
     "gelu (erf)": F.gelu,

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """--moe-layer-freq: an integer, or lists of 0 and 1 joined by + and repeated by *, as ([0]*3+[1]*61)."""
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(element) for element in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int and right < 10_000:
+                return left * right
+            if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+                return left + right
+        raise ValueError(f"{text!r} is no pattern of layers")
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)  # type: ignore[no-any-return]
+    except (SyntaxError, RecursionError):
+        raise ValueError(f"{text!r} is no pattern of layers") from None
 
 
 def missing(config: TransformerConfig) -> Iterator[str]:
@@ -39,12 +62,16 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
     yield from _of_back_end(config)
     yield from _of_windows(config)
     yield from _of_norms(config)
-    cap = config.attn_logit_softcapping
-    if cap is not None and config.attention_dropout:
+    if config.attends_in_blocks and config.attention_dropout:
+        cap, kind = config.attn_logit_softcapping, config.softmax_type
+        what = f"--softmax-type {kind}" if cap is None else f"--attn-logit-softcapping {cap}"
         yield (
-            f"--attn-logit-softcapping {cap} with --attention-dropout {config.attention_dropout}: the kernel that caps "
-            "scores has no dropout. Give --attention-dropout 0"
+            f"{what} with --attention-dropout {config.attention_dropout}: the kernels that change scores so have no "
+            "dropout. Give --attention-dropout 0"
         )
+    for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+        if getattr(config, name) != default and not config.quick_geglu:
+            yield f"--{name.replace('_', '-')} {getattr(config, name)} needs --quick-geglu, whose gate it changes"
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "softmax_scale"):
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -127,11 +154,6 @@ def _of_back_end(config: TransformerConfig) -> Iterator[str]:
             "--fp8-param-gather needs --fp8-format, and --fp8-recipe delayed, tensorwise or blockwise: mxfp8 weights "
             "are two tensors, which a shard of the main parameters cannot fill"
         )
-    if config.transformer_impl != "local" and config.attn_logit_softcapping is not None:
-        yield (
-            f"--attn-logit-softcapping {config.attn_logit_softcapping} needs --transformer-impl local: attention of "
-            "Transformer Engine does not cap scores"
-        )
     if config.fp8_amax_history_len < 1:
         yield f"--fp8-amax-history-len must be positive, got {config.fp8_amax_history_len}"
 
@@ -142,7 +164,7 @@ def _of_experts(config: TransformerConfig) -> Iterator[str]:
         yield f"--moe-ffn-hidden-size must be positive, got {config.moe_ffn_hidden_size}"
     if not 1 <= topk <= experts:
         yield f"{bad} {topk} must lie between 1 and --num-experts {experts}"
-    if topk == 1 and config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+    if topk == 1 and config.score_function == "softmax" and not config.softmax_before_choice:
         yield f"{bad} 1 needs --moe-router-pre-softmax: a softmax over one expert teaches nothing"
     if isinstance(config.moe_layer_freq, int):
         if config.moe_layer_freq < 1:
@@ -152,8 +174,8 @@ def _of_experts(config: TransformerConfig) -> Iterator[str]:
             f"--moe-layer-freq {config.moe_layer_freq} must have a 0 or a 1 for each of the --num-layers "
             f"{config.num_layers}"
         )
-    if config.add_bias_linear:
-        yield "--num-experts needs --disable-bias-linear: experts have no biases here"
+    if config.add_bias_linear and config.has_shared_experts:
+        yield "--moe-shared-expert-intermediate-size needs --disable-bias-linear: shared experts have no biases"
     if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
     if config.moe_shared_expert_gate and not config.moe_shared_expert_intermediate_size:
@@ -185,6 +207,8 @@ def _of_balance(config: TransformerConfig) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {kinds}"
     if len(set(kinds)) < len(kinds):
         yield f"--moe-router-load-balancing-type {kinds} says one twice"
+    if "sinkhorn" in kinds:
+        yield from _of_sinkhorn(config)
     if "global_aux_loss" in kinds and config.recompute_granularity == "full":
         yield (
             "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: recomputed layers "
@@ -199,6 +223,20 @@ def _of_balance(config: TransformerConfig) -> Iterator[str]:
             "--moe-pad-expert-input-to-capacity with --moe-router-enable-expert-bias: padding gives all experts "
             "the same load, so that the bias never moves; leave one out"
         )
+
+
+def _of_sinkhorn(config: TransformerConfig) -> Iterator[str]:
+    others = {
+        "other losses": len(config.moe_router_load_balancing_type) > 1,
+        f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff}": any(config.moe_aux_loss_coeff),
+        "--moe-router-score-function sigmoid": config.moe_router_score_function == "sigmoid",
+        "--moe-router-num-groups": config.moe_router_num_groups,
+        "--moe-router-topk-scaling-factor": config.moe_router_topk_scaling_factor,
+        "--moe-expert-capacity-factor": config.moe_expert_capacity_factor is not None,
+    }
+    given = [name for name, on in others.items() if on]
+    if given:
+        yield f"--moe-router-load-balancing-type sinkhorn does not go with {', '.join(given)}: leave that out"
 
 
 def problems(config: TransformerConfig) -> Iterator[str]:

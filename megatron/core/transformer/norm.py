@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,19 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.module import (
-    Constant,
-    Init,
-    MegatronModule,
-    ParamInfo,
-    make_parameter,
-    param_info,
-    set_param_info,
-)
+from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter, param_info, set_param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import import_apex
 
 
 class Norm(MegatronModule):
@@ -72,24 +65,13 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        init: Init,
-        tp: Axis,
         sequence_parallel: bool = False,
-        bias: bool = True,
-        num_blocks: int = 1,
         device: torch.device | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            init=init,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            bias=bias,
-            num_blocks=num_blocks,
-            dtype=config.params_dtype,
-            device=device,
-        )
+        """`options`: those of `ColumnParallelLinear`."""
+        common: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
+        super().__init__(input_size, output_size, dtype=config.params_dtype, **common, **options)
         self.normalize, self.recompute = Normalization.of(config), config.recomputes("layernorm")
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size, sequence_parallel, device)
         # The projection's come behind the norm's, as in Transformer Engine: legacy files have that order.
@@ -117,7 +99,7 @@ class Normalization:
     @classmethod
     def of(cls, config: TransformerConfig) -> Normalization:
         apex = _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
-        return cls(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex)
+        return _shared(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.from_one:
@@ -137,15 +119,15 @@ class Normalization:
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
 
+@cache
+def _shared(*fields: Any) -> Normalization:
+    """One for all layers: torch before 2.8 compiles anew for every object."""
+    return Normalization(*fields)
+
+
 def _apex() -> Any:
-    try:
-        importlib.import_module("fused_layer_norm_cuda")
-        return importlib.import_module("apex.normalization.fused_layer_norm")
-    except ImportError as error:
-        raise ValueError(
-            f"--norm-impl apex: its kernels cannot be imported ({error}). Build apex with its C++ and CUDA extensions "
-            "(docs/gpu.md), or take --norm-impl torch"
-        ) from error
+    import_apex("fused_layer_norm_cuda", "--norm-impl")  # which the other one imports only when it is called
+    return import_apex("apex.normalization.fused_layer_norm", "--norm-impl")
 
 
 def norm_parameters(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
-from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -25,58 +22,37 @@ class TransformerBlock(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
+        place: Placement,
         *,
         layers: range,
         post_process: bool,
-        tp: Axis,
-        rng: TensorParallelRng,
-        cp: ContextParallel = WHOLE_SEQUENCES,
-        sequence_parallel: bool = False,
-        experts: ExpertAxes | None = None,
-        device: torch.device | None = None,
         stage: dist.ProcessGroup | None = None,
     ) -> None:
         """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
         self.spec = layer_spec(config)
-        self.config, self.rng, self.layer_numbers = config, rng, layers
-        stack = [
-            TransformerLayer(
-                config,
-                tp=tp,
-                rng=rng,
-                cp=cp,
-                sequence_parallel=sequence_parallel,
-                number=number,
-                experts=experts,
-                device=device,
-            )
-            for number in layers
-        ]
+        self.config, self.rng, self.layer_numbers = config, place.rng, layers
+        by_number = {number: TransformerLayer(config, place, number=number) for number in layers}
         kinds: dict[object, TransformerLayer] = {}
-        for number, layer in zip(layers, stack, strict=True):
+        for number, layer in by_number.items():
             alike = kinds.setdefault(config.window_of(number), layer)
             layer.self_attention.share_tables(alike.self_attention)
-        self.layers = nn.ModuleList(stack)
-        self.precision = self.spec.precision(config, stage, dict(zip(layers, stack, strict=True)))
-        self.final_layernorm = (
-            self.spec.norm(config, config.hidden_size, partial_grad=sequence_parallel, device=device)
-            if post_process
-            else None
-        )
+        self.layers = nn.ModuleList(by_number.values())
+        self.precision = self.spec.precision(config, stage, by_number)
+        self.final_layernorm = self.spec.hidden_norm(config, place) if post_process else None
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
         with self.precision.chunk():
             for start, stop, recompute in self._groups():
-                group = (hidden_states, attention_mask, start, stop)
+                group = (hidden_states, documents, start, stop)
                 hidden_states = self.spec.checkpoint(self._run, self.rng, *group) if recompute else self._run(*group)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
-    def _run(self, hidden_states: Tensor, attention_mask: Tensor | None, start: int, stop: int) -> Tensor:
+    def _run(self, hidden_states: Tensor, documents: Tensor | None, start: int, stop: int) -> Tensor:
         for index in range(start, stop):
             with self.precision.layer(self.layer_numbers[index]):
-                hidden_states = self.layers[index](hidden_states, attention_mask)
+                hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states
 
     def _groups(self) -> list[tuple[int, int, bool]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from megatron.core.transformer import model_rules
+from megatron.core.transformer.compute_options import ComputeOptions
 from megatron.core.utils import flag, raise_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
@@ -20,38 +18,16 @@ _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _YARN = {"has_yarn": True}
 _LATENT, _NOT_LATENT = ({"multi_latent_attention": on} for on in (True, False))
 _GELU = {"swiglu": False, "quick_geglu": False, "geglu": False, "squared_relu": False}
+_QUICK_GEGLU = {"quick_geglu": True}
 _WINDOW = {"has_window": True}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
 _DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
 _GROUPS = _MOE | {"has_groups": True}
 
 
-def layer_pattern(text: str) -> int | list[int]:
-    """--moe-layer-freq: an integer, or lists of 0 and 1 joined by + and repeated by *, as ([0]*3+[1]*61)."""
-
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(element) for element in node.elts]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int and right < 10_000:
-                return left * right
-            if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-                return left + right
-        raise ValueError(f"{text!r} is no pattern of layers")
-
-    try:
-        return value(ast.parse(text.strip(), mode="eval").body)  # type: ignore[no-any-return]
-    except (SyntaxError, RecursionError):
-        raise ValueError(f"{text!r} is no pattern of layers") from None
-
-
 @dataclass
-class TransformerConfig:
+class TransformerConfig(ComputeOptions):
     """What defines the model; everything that changes the mathematics is here and travels with the checkpoint.
 
     A field that is part of the architecture says in its `flag` what it decides: comparing a checkpoint's model with
@@ -143,8 +119,6 @@ class TransformerConfig:
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
     """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay treat better."""
-    norm_impl: str = flag("torch", choices=("torch", "apex"))
-    """What computes the norms of local layers: torch, or apex's fused kernels."""
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
     """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
     (OLMo 2), or both (Gemma 2)."""
@@ -154,6 +128,10 @@ class TransformerConfig:
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
     quick_geglu: bool = flag(False, decides="shapes")
     """Gated MLP with x * sigmoid(1.702 x) in place of GELU."""
+    glu_linear_offset: float = flag(0.0, decides="mathematics", when=_QUICK_GEGLU)
+    """With --quick-geglu: added to what the gate multiplies (1 in gpt-oss)."""
+    activation_func_clamp_value: float | None = flag(None, positive=True, decides="mathematics", when=_QUICK_GEGLU)
+    """With --quick-geglu: keep the gate's input below this, and what it multiplies within it (7 in gpt-oss)."""
     geglu: bool = flag(False, decides="shapes")
     """Gated MLP with GELU, its tanh approximation, in place of GELU alone."""
     squared_relu: bool = flag(False, decides="mathematics")
@@ -176,10 +154,13 @@ class TransformerConfig:
     """Keep attention scores x within this: x becomes cap * tanh(x / cap)."""
     final_logit_softcapping: float | None = flag(None, decides="mathematics")
     """The same for the logits of the output layer."""
+    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes")
+    """A score that every query has besides those of its keys, with a value of zero (an attention sink): none, 0, or one
+    learned for each head (gpt-oss)."""
     window_size: tuple[int, int] | None = flag(None, decides="mathematics")
     """Sliding-window attention as LEFT,RIGHT: a token sees itself, LEFT tokens before it and RIGHT (0) after it."""
     window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, decides="mathematics", when=_WINDOW, meaning="window_pattern"
+        None, parse=model_rules.layer_pattern, decides="mathematics", when=_WINDOW, meaning="window_pattern"
     )
     """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), as ([1]*5+[0])*4. Default: all have."""
     embedding_layernorm: bool = flag(False, decides="shapes")
@@ -191,7 +172,7 @@ class TransformerConfig:
     num_experts: int | None = flag(None, decides="shapes", meaning="experts")
     """Number of experts of a layer with experts (Shazeer et al. 2017); without it, or 0 or 1, all layers are dense."""
     moe_layer_freq: int | list[int] = flag(
-        1, parse=layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
+        1, parse=model_rules.layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
     )
     """Every N-th layer has experts, from the first on; or a pattern of 1 (experts) and 0 (dense), as [0]*3+[1]*61."""
     moe_ffn_hidden_size: int | None = flag(None, decides="shapes", when=_MOE)
@@ -204,7 +185,9 @@ class TransformerConfig:
     """Number of experts that a token goes to."""
     moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE, meaning="softmax_before_choice")
     """Softmax over all experts before the choice, in place of over the chosen ones after it."""
-    moe_router_score_function: str = flag("softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE)
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE, meaning="score_function"
+    )
     """How the router's logits become scores."""
     moe_router_num_groups: int | None = flag(None, decides="mathematics", when=_MOE)
     """Groups of experts, of which a token's experts come from --moe-router-group-topk."""
@@ -226,9 +209,10 @@ class TransformerConfig:
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE)
     """Precision of the router. Default: that of the model."""
     moe_router_load_balancing_type: list[str] = flag(
-        ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+        ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
-    """Losses that keep the experts in use: over a micro batch, each sequence, or all micro batches so far in a step."""
+    """Losses that keep the experts in use: over a micro batch, each sequence, or all micro batches so far in a step; or
+    sinkhorn, by which a rank's tokens are spread evenly without a loss (Clark et al. 2022)."""
     moe_aux_loss_coeff: list[float] = flag((0.0,))
     """Coefficient of each of these losses."""
     moe_z_loss_coeff: float | None = flag(None)
@@ -247,67 +231,6 @@ class TransformerConfig:
     """Dropout on the attention probabilities."""
     init_method_std: float = flag(0.02)
     """Standard deviation of the initial weights; output projections of a block get std / sqrt(2 * num_layers)."""
-    bf16: bool = flag(False)
-    """bfloat16 parameters and arithmetic, fp32 gradients and main parameters."""
-    fp16: bool = flag(False)
-    """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
-    transformer_impl: str = flag("local", choices=("local", "transformer_engine"))
-    """What computes the layers: plain torch, or Transformer Engine; also whose modules of Megatron-LM legacy files are
-    for. Results are the same to rounding, and so are checkpoints."""
-    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"))
-    """Matrix products of the layers in fp8 (Micikevicius et al. 2022): e4m3 throughout, or e5m2 for gradients."""
-    fp8_recipe: str = flag("delayed", choices=("delayed", "tensorwise", "blockwise", "mxfp8"))
-    """How fp8 tensors are scaled: by the maxima of earlier steps, by their own, by those of blocks, of 32 elements."""
-    fp8_margin: int = flag(0)
-    """With delayed scaling: scales are smaller by 2 to this power."""
-    fp8_amax_history_len: int = flag(1)
-    """With delayed scaling: number of maxima that are kept."""
-    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
-    """With delayed scaling: which of them decides."""
-    fp8_param_gather: bool = flag(False)
-    """Keep and gather the weights of the layers in fp8; the fp32 main parameters are what is trained and stored."""
-    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",))
-    """Matrix products of the layers in 4 bits (Blackwell)."""
-    fp4_recipe: str = flag("nvfp4", choices=("nvfp4",))
-    """How fp4 tensors are scaled: by the maxima of 16 elements (NVFP4)."""
-    first_last_layers_bf16: bool = flag(False)
-    """Keep the first and the last layers out of fp8 or fp4, as many as the two options below say."""
-    num_layers_at_start_in_bf16: int = flag(1)
-    """Layers at the start with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = flag(1)
-    """Layers at the end with --first-last-layers-bf16."""
-    tp_comm_overlap: bool = flag(False)
-    """Overlap collectives of tensor parallelism with the matrix products that they are for (Transformer Engine)."""
-    tp_comm_overlap_cfg: str | None = flag(None)
-    """YAML file with the way of each of these overlaps. Default: Transformer Engine's."""
-    tp_comm_overlap_ag: bool = flag(True, "--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag")
-    """Do not overlap all-gathers."""
-    tp_comm_overlap_rs: bool = flag(True, "--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs")
-    """Do not overlap reduce-scatters."""
-    tp_comm_overlap_rs_dgrad: bool = flag(False)
-    """Overlap reduce-scatters with the gradients of inputs, too."""
-    tp_comm_bulk_dgrad: bool = flag(True, "--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad")
-    """Do not overlap the all-gather of inputs with their gradients."""
-    tp_comm_bulk_wgrad: bool = flag(True, "--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad")
-    """Do not overlap the reduce-scatter of the inputs' gradients with those of weights."""
-    tp_comm_bootstrap_backend: str = flag("nccl", choices=("nccl", "mpi", "gloo"))
-    """Backend of torch.distributed that the buffers of these overlaps are set up over."""
-    cross_entropy_loss_fusion: bool = flag(False)
-    """Take the loss from --cross-entropy-fusion-impl; native, which is fused in any case, without it."""
-    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
-    """The output layer with the loss in one, or Transformer Engine's kernel on the logits."""
-    apply_rope_fusion: bool = flag(False)
-    """Rotate queries and keys by Transformer Engine's kernel."""
-    recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Recompute activations in backward: whole layers (full) or parts of them (selective)."""
-    recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
-    """With selective: attention without its projections (core_attn, the default), the two norms in front of the
-    projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
-    dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
-    recompute_method: str | None = flag(None, choices=("uniform", "block"))
-    """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
-    recompute_num_layers: int | None = flag(None)
-    """Number of layers per group (uniform) or per chunk (block)."""
 
     def __post_init__(self) -> None:
         raise_problems(model_rules.missing(self))
@@ -346,8 +269,16 @@ class TransformerConfig:
         return bool(self.moe_shared_expert_intermediate_size)
 
     @property
+    def by_sinkhorn(self) -> bool:
+        return self.moe_router_load_balancing_type == ["sinkhorn"]
+
+    @property
     def softmax_before_choice(self) -> bool:
-        return self.moe_router_pre_softmax and self.moe_router_score_function == "softmax"
+        return (self.moe_router_pre_softmax or self.by_sinkhorn) and self.score_function == "softmax"
+
+    @property
+    def score_function(self) -> str:
+        return "sigmoid" if self.by_sinkhorn and self.moe_router_topk == 1 else self.moe_router_score_function
 
     @property
     def group_score_topk(self) -> int:
@@ -413,6 +344,11 @@ class TransformerConfig:
         return max(self.qk_width, self.v_width)
 
     @property
+    def attends_in_blocks(self) -> bool:
+        """Whether scores are changed as torch's fused attention has no room for: see `blockwise_attention`."""
+        return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
+
+    @property
     def rotary_stretch(self) -> float:
         return self.rotary_seq_len_interpolation_factor or 1.0
 
@@ -435,10 +371,6 @@ class TransformerConfig:
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
-    def params_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
-
-    @property
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write to the residual stream (Radford et al. 2019)."""
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
@@ -455,24 +387,26 @@ class TransformerConfig:
         named = gates | {"squared_relu": self.squared_relu}
         return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
 
-    @property
-    def low_precision(self) -> str | None:
-        """The recipe of the layers' matrix products, where they are in fp8 or fp4."""
-        return self.fp8_recipe if self.fp8 is not None else self.fp4_recipe if self.fp4 is not None else None
-
     def quantizes(self, number: int) -> bool:
         """Whether layer `number` computes in fp8 or fp4."""
         first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
         return self.low_precision is not None and (not self.first_last_layers_bf16 or first <= number < last)
 
-    def recomputes(self, module: str) -> bool:
-        """Whether --recompute-granularity selective recomputes this one of RECOMPUTE_MODULES."""
-        return self.recompute_granularity == "selective" and module in (self.recompute_modules or ["core_attn"])
-
     @property
     def tanh_gelu(self) -> bool:
         """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact elsewhere."""
         return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+
+
+class LayerKind(NamedTuple):
+    """How the layers of a model differ."""
+
+    experts: bool = False
+    window: bool = False
+
+    @classmethod
+    def of(cls, model: TransformerConfig, number: int) -> LayerKind:
+        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]))
 
 
 # The same model, whatever computed it: its shapes alone are wanted.

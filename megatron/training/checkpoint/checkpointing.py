@@ -24,14 +24,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
 from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Options, Progress
+from megatron.conversion.model_space.source import Progress
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
 from megatron.core.dist_checkpointing.local_tier import LocalTier
@@ -51,10 +51,11 @@ from megatron.training.run import Run
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None) -> None:
-    """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter). Collective."""
+def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None, last: bool = True) -> None:
+    """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter), and ends if
+    this is the `last` save. Collective."""
     rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state_to_save(run), path_of(root), run.state.iteration, common_state(run), rewrite, since)
+    run.saver.save(state_to_save(run), path_of(root), run.state.iteration, common_state(run), rewrite, since, last)
 
 
 def state_to_save(run: Run) -> ShardedStateDict:

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.convert import Hints, load_from_source, open_found
+from megatron.conversion.convert import load_from_source, open_found
 from megatron.conversion.find_checkpoint import Found, NoCheckpointError, find_checkpoint
-from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.formats import Hints, is_extra_state
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
 from megatron.conversion.model_space.source import Source, TrainingState

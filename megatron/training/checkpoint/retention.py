@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.conversion.find_checkpoint import iteration_directory, saved_iterations
-from megatron.conversion.megatron_lm.args import MODEL_FILE
+from megatron.conversion.formats import FORMATS
 from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
 from megatron.core.dist_checkpointing.threads import Workers
 
@@ -108,7 +108,7 @@ class Retention:
 
 def holds_checkpoint(directory: Path) -> bool:
     """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole under their name."""
-    return is_complete(directory) or any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+    return is_complete(directory) or FORMATS["legacy"](directory)
 
 
 def _stored_loss(directory: Path) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.conversion.find_checkpoint import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
+    Drainer,
     Generation,
     Lineage,
     SaveHandle,
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.dist_checkpointing.saving.conductor import Conductor
 from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
@@ -37,7 +39,11 @@ class SaveFailedError(ValueError):
 
 
 class CheckpointSaver:
-    """One saver for the whole run, so that plan and host buffers are made once.
+    """One saver for the whole run, so that plan and host buffers are made once, whatever they are saved to.
+
+    With a local tier and --async-save a checkpoint reaches --save by way of the nodes' disks, where a slow upload holds
+    up neither training nor later local saves. It is saved straight to --save when training ends, in other formats than
+    torch_dist, and when the nodes cannot hold it.
 
     Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an iteration; `before_update`
     before the optimizer changes anything; `after_iteration` after each; `close` and `check_last_save` at the end.
@@ -51,10 +57,11 @@ class CheckpointSaver:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._saver: AsyncSaver | None = None
-        # Another one, so that a slow upload does not hold up what goes to the own disk. It has its own host buffers.
-        self._local_saver: AsyncSaver | None = None
+        self._drainer: Drainer | None = None
         self._tier: LocalTier | None = None
         self._nodes: LocalSaver | None = None
+        self._local: SaveReport | None = None  # of the last local save
+        self._to_drain: SaveReport | None = None  # of the last local save that was for --save, too
         self._loaded_locally: str | None = None
         self._policy = RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
         self._generation: Generation | None = None
@@ -90,16 +97,15 @@ class CheckpointSaver:
         common: dict[str, Any],
         rewrite: Rewrite | None = None,
         since: float | None = None,
+        last: bool = True,
     ) -> None:
-        """Begin a save under `root`, waiting for the one before; without --async-save also end it.
+        """Begin a save under `root`, waiting for the ones before; without --async-save also end it.
 
         `rewrite` converts the files before the directory gets its name. Training has waited since `since`
-        (time.perf_counter).
+        (time.perf_counter), and ends if this is the `last` save.
         """
         since = time.perf_counter() if since is None else since
-        if self._saver is None:
-            self._saver = self._make_saver()
-        self._report(self._saver.finish(), together=True)
+        self._report(self._wait(), together=True)
         # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
         generation = self._generation if self._generation is not None and root == self._generation.root else None
         lineage = self._lineage(generation, iteration)
@@ -112,52 +118,74 @@ class CheckpointSaver:
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, loss)
 
-        waited = time.perf_counter() - since
-        handle = self._saver.save(
-            state,
-            iteration_directory(root, iteration),
-            common=common,
-            generation=generation,
-            before_writing=self._make_room,
-            rewrite=rewrite,
-            beside={} if generation is None else {LINEAGE: lineage.encode(self._parent)},
-            on_commit=on_commit,
-        )
-        self._begun(handle, waited)
+        directory, behind = iteration_directory(root, iteration), self._config.async_save and not last
+        commit: dict[str, Any] = {
+            "generation": generation,
+            "before_writing": self._make_room,
+            "beside": {} if generation is None else {LINEAGE: lineage.encode(self._parent)},
+            "on_commit": on_commit,
+        }
+        self._to_drain = None
+        if self._tier is not None and behind and rewrite is None and not _failed(self._local):
+            local = self._begin_locally(state, iteration, common, since)
+            self._drainer = self._drainer or Drainer(workers=self._config.dist_ckpt_workers, timeout=self._timeout)
+            self._drainer.drain(local, directory, **commit)
+            self._to_drain = local.report
+        else:
+            self._saver = self._saver or self._make_saver()
+            waited = time.perf_counter() - since
+            handle = self._saver.save(state, directory, common=common, rewrite=rewrite, **commit)
+            handle.report.blocking += waited
+        self._begun()
 
     def save_locally(self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float) -> None:
         """The same, on the disks of the nodes."""
+        assert self._generation is not None
+        if self._saver is not None:
+            # Not together: a copy to --save may have ended on some ranks only.
+            self._report(self._saver.finish(), together=False)
+        if _failed(self._to_drain):  # this one makes up for it
+            self.save(state, self._generation.root, iteration, common, since=since)
+            return
+        self._begin_locally(state, iteration, common, since)
+        self._begun()
+
+    def _begin_locally(
+        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
+    ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
-        if self._nodes is None or self._local_saver is None:
-            self._nodes = LocalSaver(self._tier, self._generation, self._loaded_locally)
-            self._local_saver = self._make_saver()
-        self._report(self._local_saver.finish(), together=True)
+        self._saver = self._saver or self._make_saver()
+        self._nodes = self._nodes or LocalSaver(self._tier, self._generation, self._loaded_locally)
         waited = time.perf_counter() - since
-        handle = self._local_saver.save(
+        handle = self._saver.save(
             state,
             self._tier.root,
             common=common,
             pending=partial(self._nodes.checkpoint, iteration),
             beside={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
         )
-        self._begun(handle, waited)
-
-    def _begun(self, handle: SaveHandle, waited: float) -> None:
-        """`waited`: seconds that training was held up before."""
         handle.report.blocking += waited
+        self._local = handle.report
+        return handle
+
+    def _begun(self) -> None:
         if self._config.async_save:
             self.after_iteration()
         else:
             self.finish()
 
     @property
-    def _savers(self) -> list[AsyncSaver]:
-        return [saver for saver in (self._saver, self._local_saver) if saver is not None]
+    def _savers(self) -> list[Conductor]:
+        return [saver for saver in (self._saver, self._drainer) if saver is not None]
+
+    def _wait(self) -> list[SaveReport]:
+        """For all saves under way."""
+        return [report for saver in self._savers for report in saver.finish()]
 
     def before_update(self) -> None:
         """Wait until the tensors of a save under way may change."""
-        for saver in self._savers:
-            saver.wait_staged()
+        if self._saver is not None:
+            self._saver.wait_staged()
 
     def after_iteration(self) -> None:
         """Report the saves that have ended."""
@@ -166,7 +194,7 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait for the saves under way."""
-        self._report([report for saver in self._savers for report in saver.finish()], together=True)
+        self._report(self._wait(), together=True)
 
     def stop(self) -> None:
         """Raise what a save behind training failed with."""
@@ -183,7 +211,7 @@ class CheckpointSaver:
                 saver.close()
             if self._nodes is not None:
                 self._nodes.close()
-            self._saver = self._local_saver = self._nodes = None
+            self._saver = self._drainer = self._nodes = None
 
     def check_last_save(self) -> None:
         """Raise SaveFailedError if the last save of the run has failed: it must not end as a success."""
@@ -205,9 +233,13 @@ class CheckpointSaver:
             fully_parallel=config.ckpt_fully_parallel_save,
             workers=config.dist_ckpt_workers,
             staging_mem_limit=limit,
-            timeout=60 * config.ckpt_save_timeout_minutes,
+            timeout=self._timeout,
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
+
+    @property
+    def _timeout(self) -> float:
+        return 60 * self._config.ckpt_save_timeout_minutes
 
     def _make_room(self) -> None:
         if self._retention is not None:
@@ -235,6 +267,9 @@ class CheckpointSaver:
                 self._report_success(report, locally)
                 continue
             message = f"{report.directory} was not saved: {report.error}"
+            if not locally and _failed(self._to_drain):
+                logger.warning(f"{message}. The next save goes straight to {report.directory.parent}")
+                continue
             if not locally:
                 self._last_failure = message
             if (self._must_succeed and not locally) or report.superseded:
@@ -269,6 +304,11 @@ class CheckpointSaver:
             for level, text in self._removals:
                 logger.log(level, text)
             self._removals = []
+
+
+def _failed(report: SaveReport | None) -> bool:
+    """Of a save that has ended or was not begun."""
+    return report is not None and report.error is not None
 
 
 def scalars(report: SaveReport) -> dict[str, float]:

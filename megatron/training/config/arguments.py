@@ -203,14 +203,15 @@ def both_spellings(field: dataclasses.Field[Any]) -> tuple[list[str], list[str]]
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """Field name -> the docstring under it, read from the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
-    assert isinstance(tree.body[0], ast.ClassDef)
+    """Field name -> the docstring under it, read from the source of the class and of those it extends."""
     docs = {}
-    for statement, following in itertools.pairwise(tree.body[0].body):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            assert isinstance(statement.target, ast.Name)
-            docs[statement.target.id] = ast.literal_eval(following.value)
+    for part in filter(dataclasses.is_dataclass, section.__mro__):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+        assert isinstance(tree.body[0], ast.ClassDef)
+        for statement, following in itertools.pairwise(tree.body[0].body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                docs[statement.target.id] = ast.literal_eval(following.value)
     return docs
 
 

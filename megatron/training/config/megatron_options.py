@@ -52,6 +52,7 @@ OTHER_NAMES: dict[str, OtherName] = {
 OLD_VALUES: dict[str, dict[str, str]] = {
     "optimizer": {"dist_muon": "muon"},
     "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
     "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
 }
 

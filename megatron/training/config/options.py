@@ -225,7 +225,8 @@ class CheckpointConfig:
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """A save fails when no rank has written anything for this long."""
     non_persistent_save_interval: int | None = flag(None, positive=True)
-    """Iterations between checkpoints that the nodes keep on their own disks; where --save is due, only that."""
+    """Iterations between checkpoints that the nodes keep on their own disks. Where --save is due, with --async-save its
+    checkpoint is copied from there, and without it is the only one."""
     non_persistent_ckpt_type: str | None = flag(None, choices=("local", "global", "in_memory"))
     """What these are; only local is supported."""
     non_persistent_local_ckpt_dir: str | None = flag(None)

@@ -20,7 +20,7 @@ import torch
 
 from megatron.core.datasets import Dataset
 from megatron.core.datasets.ordered_workers import OrderedWorkers
-from megatron.core.transformer.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.attention.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
 
 Step = tuple[int, int]  # (consumed samples, global batch size from there on)
@@ -202,7 +202,7 @@ def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
 
 class DataIterator:
     """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
-    attention_mask bool [mbs, 1, s, s] with --reset-attention-mask. Context-parallel ranks keep their parts of the same.
+    documents int64 [mbs, s] with --reset-attention-mask. Context-parallel ranks keep their parts, but all of documents.
 
     Its worker processes start with the first batch and end with `close`, with the iterator, or with the process.
     Raises ValueError when the data is used up.

@@ -12,16 +12,17 @@ from collections.abc import Sequence
 
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.tensor_parallel import loss_chunk_elements, padded_vocab_size
-from megatron.core.transformer.core_attention import takes_groups
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.attention.core import takes_groups
+from megatron.core.transformer.attention.kernels import SCORES_AT_ONCE
+from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
 from megatron.training.config.run_config import Config
 
 
 class ActivationMemory:
     """One micro batch of `[s, b]` tokens on one tensor- and context-parallel rank; all sizes in bytes.
 
-    `vocab_rows` are those of the output matrix on this rank, padding included; with `data_mask` the attention mask
-    depends on the data (--reset-attention-mask). The kind of a layer is 1 with experts and 0 without.
+    `vocab_rows` are those of the output matrix on this rank, padding included; with `documents` attention stays within
+    them (--reset-attention-mask).
     """
 
     def __init__(
@@ -31,17 +32,19 @@ class ActivationMemory:
         seq_length: int,
         micro_batch_size: int,
         vocab_rows: int,
-        data_mask: bool = False,
+        documents: bool = False,
         device_type: str = "cuda",
     ) -> None:
         self.config, self.parallel = model, parallel
         self.seq_length, self.vocab_rows = seq_length, vocab_rows
-        self.data_mask, self.device_type = data_mask, device_type
+        self.documents, self.device_type = documents, device_type
         self.tp_size, self.cp_size = parallel.tp_size, parallel.cp_size
         self.sequence_parallel = parallel.sequence_parallel
         # Attention goes over the keys of one context-parallel rank at a time, or exchanges positions for heads.
         self.exchanges_heads = parallel.cp_size > 1 and parallel.cp_comm_type == "a2a"
-        self.blockwise = parallel.cp_size > 1 and not self.exchanges_heads
+        self.blockwise = model.attends_in_blocks or (parallel.cp_size > 1 and not self.exchanges_heads)
+        if documents and not model.attention_dropout:
+            self.blockwise = True
         # A rank sees all of the sequence that its context-parallel rank has inside tensor-parallel regions; outside of
         # them only a part of it under sequence parallelism.
         self.tokens = seq_length * micro_batch_size // parallel.cp_size
@@ -68,7 +71,7 @@ class ActivationMemory:
         rows //= parallel.tp_size
         return cls(model, parallel, data.seq_length, size, rows, data.reset_attention_mask, device_type)
 
-    def layer(self, kind: int) -> int:
+    def layer(self, kind: LayerKind) -> int:
         """What a layer keeps from forward to backward, its input included."""
         c, norms = self.config, self._norms(kind)
         total = 2 * self.residual + norms * self.local_tokens * self.normalizer
@@ -76,24 +79,23 @@ class ActivationMemory:
         if c.norm_placement == "both":
             total += 2 * (self.residual + self.local_tokens * self.normalizer)
         total += self._latents if c.multi_latent_attention else self._qk_norms
-        total += self.context if c.recomputes("mla_up_proj") else self._core
+        total += self.context if c.recomputes("mla_up_proj") else self._core(kind)
         total += 0 if self.mlp_again(kind) else self._mlp(kind)
         if c.hidden_dropout:
             total += 2 * self.local_tokens * c.hidden_size
         return total
 
-    @property
-    def _core(self) -> int:
+    def _core(self, kind: LayerKind) -> int:
         """What attention keeps from its queries, keys and values on, the input of its output projection at the end."""
         c, per_head = self.config, self.per_head
-        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked)
+        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked(kind))
         groups = c.query_groups if takes else c.num_attention_heads
         total = per_head * (c.num_attention_heads + 2 * groups) + self.context
         if c.recomputes("core_attn"):
             return total
         if self.exchanges_heads or c.v_width < c.qk_width:
             total += per_head * c.num_attention_heads  # as the kernel gave it, besides as the projection takes it
-        return total + self.tokens * c.num_attention_heads // self.tp_size * 4 + self._layer_mask  # log-sum-exp
+        return total + self.tokens * c.num_attention_heads // self.tp_size * 4 + self._layer_mask(kind)  # log-sum-exp
 
     @property
     def _qk_norms(self) -> int:
@@ -114,11 +116,11 @@ class ActivationMemory:
             total += self.local_tokens * (normed + len(widths) * self.normalizer)
         return total
 
-    def _mlp(self, kind: int) -> int:
+    def _mlp(self, kind: LayerKind) -> int:
         """What the MLP keeps. Experts are taken for evenly used: of each chosen expert's rows their input, the inner
         values around the activation and its product, and places."""
         c, etp_size = self.config, self.parallel.etp_size
-        if not kind:
+        if not kind.experts:
             return (self.blocks + 1) * self.inner
         rows = self.local_tokens * c.moe_router_topk * etp_size
         inner = rows * c.moe_ffn_size // etp_size * self.itemsize
@@ -129,27 +131,24 @@ class ActivationMemory:
             + scores + 4 * 8 * rows
         )  # fmt: skip
 
-    def _norms(self, kind: int) -> int:
+    def _norms(self, kind: LayerKind) -> int:
         """Of the layer's two norms those whose results are kept: the MLP's belongs to it."""
-        return 1 if self.mlp_again(kind) and not kind else 2
+        return 1 if self.mlp_again(kind) and not kind.experts else 2
 
-    def mlp_again(self, kind: int) -> bool:
+    def mlp_again(self, kind: LayerKind) -> bool:
         """Backward computes the MLP again."""
-        return self.config.recomputes("moe" if kind else "mlp")
+        return self.config.recomputes("moe" if kind.experts else "mlp")
 
-    @property
-    def _masked(self) -> bool:
-        c = self.config
-        return self.data_mask or c.window_size is not None or c.position_embedding_type == "alibi"
+    def _masked(self, kind: LayerKind) -> bool:
+        return self.documents or kind.window or self.config.position_embedding_type == "alibi"
 
-    @property
-    def _layer_mask(self) -> int:
+    def _layer_mask(self, kind: LayerKind) -> int:
         """The additive form of a mask of booleans; causal order alone needs none, blocks make theirs again."""
         if self.blockwise:
             return 0
-        if self.data_mask:
+        if self.documents:
             return self.tokens * self.cp_size * self.seq_length * (1 + self.itemsize)
-        return self.seq_length**2 * self.itemsize if self.config.window_size is not None else 0
+        return self.seq_length**2 * self.itemsize if kind.window else 0
 
     @property
     def tables(self) -> int:
@@ -163,32 +162,45 @@ class ActivationMemory:
             total += positions * int(width * c.rotary_percent) * self.itemsize
         if c.position_embedding_type == "alibi":
             total += scores * c.num_attention_heads // self.tp_size * self.itemsize
-        elif c.window_size is not None or self.data_mask:
+        elif c.window_size is not None or (self.documents and (self.cp_size > 1 or not self.blockwise)):
             total += scores * self.itemsize if self.blockwise else self.seq_length**2
         return total
 
     @property
     def _attention_backward(self) -> int:
-        """Held by the backward pass of attention over several ranks: what the exchange needs, and gradients."""
+        """Held by the backward pass of attention that is computed in blocks, or exchanged: gradients, scores."""
+        # of the output; of queries, keys and values, before and after their exchange
         context = self.per_head * self.config.num_attention_heads
-        if self.exchanges_heads:
-            # of the output; of queries, keys and values, before and after their exchange
-            return context + 3 * (context + self.key_values)
+        exchange = context + 3 * (context + self.key_values) if self.exchanges_heads else 0
         if not self.blockwise:
-            return 0
-        queries = context + context * 4 // self.itemsize  # of the output, of queries in fp32
-        if self.parallel.cp_comm_type == "p2p":
-            return queries + context + 5 * self.key_values  # two parts on their way, two gradients, those of a block
-        return queries + 3 * self.cp_size * self.key_values  # all parts, their gradients, and these in one piece
+            return exchange
+        queries = context + context * 4 // self.itemsize + self._scores  # of the output, of queries in fp32
+        if self.cp_size == 1 or self.exchanges_heads:
+            parts = context + 2 * self.key_values  # of a block, and all together
+        elif self.parallel.cp_comm_type == "p2p":
+            parts = context + 5 * self.key_values  # two parts on their way, two gradients, those of a block
+        else:
+            parts = 3 * self.cp_size * self.key_values  # all parts, their gradients, and these in one piece
+        return max(exchange, queries + parts)
 
-    def layer_backward(self, kind: int) -> int:
+    @property
+    def _scores(self) -> int:
+        """Of the plain kernel, which caps them, in fp32: scores, their tanh, the gradient and a factor of it."""
+        if self.config.attn_logit_softcapping is None:
+            return 0
+        heads = self.config.num_attention_heads // self.tp_size
+        of_row = self.tokens // (self.seq_length // self.cp_size) * heads * self.seq_length // self.cp_size
+        rows = max(1, min(self.seq_length // self.cp_size, SCORES_AT_ONCE // of_row))
+        return rows * of_row * (4 * 4 + (self.itemsize if self.itemsize < 4 else 0))
+
+    def layer_backward(self, kind: LayerKind) -> int:
         """The most that the backward pass of a layer holds beyond what the layer has kept."""
         c = self.config
         normed = self.residual if c.recomputes("layernorm") else 0  # the norm's output and the inside of the MLP are
         mlp = 0
         if self.mlp_again(kind):
             mlp = self._mlp(kind) + (2 - self._norms(kind)) * self.residual  # there again for a while
-        heads = self._core - self.context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
+        heads = self._core(kind) - self.context if c.recomputes("mla_up_proj") else 0  # likewise, when the MLP is gone
         weight_grad = 0  # a gradient that is not fp32 exists on its own before it is added to the fp32 buffer
         if self.itemsize < 4:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
@@ -226,7 +238,7 @@ class ActivationMemory:
             return extra
         return max(extra, 4 * min(loss_chunk_elements(self.device_type), self.logits // self.itemsize))
 
-    def kept(self, kinds: Sequence[int]) -> int:
+    def kept(self, kinds: Sequence[LayerKind]) -> int:
         """What the layers of a chunk, of these kinds, keep from the forward to the backward pass of a micro batch."""
         inputs, stored = self._recomputed(len(kinds))
         return inputs * self.residual + self._layers(kinds[len(kinds) - stored :])
@@ -236,7 +248,7 @@ class ActivationMemory:
         _, stored = self._recomputed(num_layers)
         return num_layers - stored
 
-    def backward(self, kinds: Sequence[int], post_process: bool) -> int:
+    def backward(self, kinds: Sequence[LayerKind], post_process: bool) -> int:
         """The most that the backward pass of a chunk holds beyond what it has kept."""
         c, num_layers = self.config, len(kinds)
         inputs, stored = self._recomputed(num_layers)
@@ -253,7 +265,7 @@ class ActivationMemory:
                 points.append(again + max(self.layer_backward(kind) for kind in group) - kept - head)
         return max(points)
 
-    def _layers(self, kinds: Sequence[int]) -> int:
+    def _layers(self, kinds: Sequence[LayerKind]) -> int:
         return sum(kinds.count(kind) * self.layer(kind) for kind in set(kinds))
 
     def _recomputed(self, num_layers: int) -> tuple[int, int]:

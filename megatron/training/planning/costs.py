@@ -110,7 +110,8 @@ def _tensor_parallel(
     for chunk in chunks:
         again = activations.recomputed_layers(chunk.num_layers)
         for number, kind in enumerate(chunk.kinds):
-            mlp = not kind or config.model.has_shared_experts  # experts themselves are not split over TP as others are
+            # Experts themselves are not split over TP as others are.
+            mlp = not kind.experts or config.model.has_shared_experts
             twice, mlp_again = number < again, mlp and activations.mlp_again(kind)
             heads_again = entering if config.model.recomputes("mla_up_proj") else 0.0
             sums += (1 + twice) * (1 + mlp) + entering + mlp + mlp_again
@@ -168,11 +169,12 @@ def _expert_parallel(
 def _data_parallel(config: Config, chunks: list[EmptyChunk], size: int, expert: bool) -> Traffic:
     if size == 1:
         return Traffic(1)
-    numel = sum(buffer.numel for chunk in chunks for buffer in chunk.buffers if buffer.expert is expert)
-    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * numel
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers if buffer.expert is expert]
+    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * sum(buffer.numel for buffer in buffers)
     if not config.ddp.use_distributed_optimizer:
         return Traffic(size, all_reduce=gradients)
-    return Traffic(size, all_gather=config.model.params_dtype.itemsize * numel, reduce_scatter=gradients)
+    weights = sum(buffer.numel * buffer.itemsize for buffer in buffers)
+    return Traffic(size, all_gather=weights, reduce_scatter=gradients)
 
 
 def _tied_embedding(config: Config, chunks: list[EmptyChunk], dp_size: int) -> Traffic:

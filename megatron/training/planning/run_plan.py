@@ -141,7 +141,7 @@ def _plan_stage(
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     peak = _peak(config, activations, ps, chunks, num_microbatches)
     memory = MemoryPlan(
-        weights=sum(buffer.numel for buffer in buffers) * itemsize,
+        weights=sum(buffer.weight_bytes for buffer in buffers),
         gradients=sum(_gradient_bytes(config, buffer.numel, buffer.numel // buffer.num_shards) for buffer in buffers),
         optimizer=sum(
             bucket.numel // buffer.num_shards * _optimizer_bytes(config, bucket.group, itemsize < 4)

@@ -1,7 +1,7 @@
 """The record of a run: its starts, intervals, evaluations, saves and ends, for `tools/report.py` and for programs.
 
     <save>/run.json                      the newest start: command, arguments, summary, versions
-    <save>/runs/20260131T101500-4711.jsonl    one file for each start, one JSON object per line
+    <save>/runs/20260131T101500.123456-4711.jsonl    one file for each start, one JSON object per line
 
 Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run continues.
 `interval` has the numbers of a log line, `point` those of an evaluation or a committed save, `end` the reason. Lines
@@ -48,7 +48,8 @@ class RunRecord:
 
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(clock()))}-{os.getpid()}.jsonl"
+        now = clock()
+        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}.{int(now % 1 * 1e6):06d}-{os.getpid()}.jsonl"
         self._path = Path(save) / RECORDS / name
         self._started = self._warned = False
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
-from megatron.conversion.model_space.source import Options
+from megatron.conversion.formats import Options
 from tests import GOLDEN
 
 MEGATRON = sorted(path for path in GOLDEN.glob("megatron_lm/mcore_*/*/*") if (path / "iter_0000005").is_dir())

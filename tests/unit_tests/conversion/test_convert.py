@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
-from megatron.conversion.find_checkpoint import FORMATS as READABLE
+from megatron.conversion.formats import FORMATS as READABLE
+from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.deepspeed.files import find_universal
 from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.model_space.source import Options, read_whole
+from megatron.conversion.model_space.source import read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

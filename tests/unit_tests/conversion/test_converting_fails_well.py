@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.memory_source import LLAMA_ARGS, random_source
@@ -167,7 +167,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatron.conversion.convert import convert
-from megatron.conversion.model_space.source import Options
+from megatron.conversion.formats import Options
 
 calls = 0
 

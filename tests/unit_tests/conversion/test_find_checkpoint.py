@@ -7,7 +7,6 @@ import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_found
 from megatron.conversion.find_checkpoint import (
-    FORMATS,
     Found,
     find_checkpoint,
     iteration_directory,
@@ -15,7 +14,8 @@ from megatron.conversion.find_checkpoint import (
     newest_first,
     saved_iterations,
 )
-from megatron.conversion.model_space.source import Options, no_progress, read_whole
+from megatron.conversion.formats import FORMATS, Options
+from megatron.conversion.model_space.source import no_progress, read_whole
 from megatron.core.dist_checkpointing import write_tracker
 from tests.memory_source import GPT_ARGS, random_source
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import Hints, convert, open_checkpoint
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import Options, Source, read_whole
+from megatron.conversion.model_space.source import Source, read_whole
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from megatron.training.checkpoint.resume import find_start
 from megatron.training.config.options import CheckpointConfig

@@ -10,9 +10,10 @@ import safetensors.torch
 
 from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Options, TrainingState
+from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import plausible
 from tests.memory_source import LLAMA_ARGS, random_source

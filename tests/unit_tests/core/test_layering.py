@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests import ROOT
 
 LAYERS = [
@@ -11,6 +13,7 @@ LAYERS = [
         "megatron.core.parallel_state",
         "megatron.core.utils",
         "megatron.core.durable_files",
+        "megatron.core.lazy_import",
         "megatron.core.object_storage",
         "megatron.core.progress",
     },
@@ -60,8 +63,48 @@ def test_imports_go_down():
     assert "megatron.core.dist_checkpointing" in seen
 
 
+# Import floors of a package: a module stands one floor above the highest module of the package that it imports when it
+# is imported itself (not in a function, and not for annotations alone).
+FLOORS = {"megatron.conversion": 5, "megatron.core.dist_checkpointing": 8, "megatron.training": 8}
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Every module named in an import statement that runs with the module."""
+    names, statements = set(), list(ast.parse(path.read_text()).body)
+    while statements:
+        node = statements.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            statements += node.body + node.orelse
+    return names
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_packages_have_few_import_floors(package: str) -> None:
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / package.replace(".", "/")).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    floors: dict[str, int] = {}
+
+    def floor(module: str) -> int:
+        if module not in floors:
+            floors[module] = 10**6  # while it is open: a cycle has no floor
+            names = {name if name in paths else name.rpartition(".")[0] for name in imported_at_once(paths[module])}
+            floors[module] = 1 + max((floor(name) for name in names & paths.keys() - {module}), default=0)
+        return floors[module]
+
+    highest = max(paths, key=floor)
+    assert floors[highest] <= FLOORS[package], f"{highest} stands on floor {floors[highest]}"
+
+
 def test_dist_checkpointing_knows_no_model_flags_or_topology():
-    allowed = {"megatron.core.dist_checkpointing", "megatron.core.durable_files", "megatron.core.object_storage"}
+    names = ("dist_checkpointing", "durable_files", "lazy_import", "object_storage")
+    allowed = {f"megatron.core.{name}" for name in names}
     for path in (ROOT / "megatron/core/dist_checkpointing").rglob("*.py"):
         outside = {n for n in imports_of(path) if n.startswith("megatron")}
         outside = {n for n in outside if package_of(n) not in allowed}

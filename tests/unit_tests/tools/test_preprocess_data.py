@@ -204,7 +204,7 @@ def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
         workers = children_of(process.pid)
         assert len(workers) == 2 and all(map(is_running, workers))
         process.send_signal(number)
-        assert process.wait(timeout=60) == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
+        assert process.wait(timeout=300) == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
     left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
     assert not [path for path in left if path.suffix in (".bin", ".idx")]
     assert number == signal.SIGKILL or not left
@@ -223,6 +223,6 @@ def test_a_killed_worker_ends_the_run(tmp_path):
             while True:
                 pipe.write('{"text": "1 2 3"}\n' * 10_000)
                 pipe.flush()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=300) == 1
     assert "a worker process was killed (out of memory?)" in (tmp_path / "log").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -25,26 +25,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.find_checkpoint import FORMATS, detect, named_checkpoint, require_checkpoint
-from megatron.conversion.megatron_lm.args import is_extra_state
-from megatron.conversion.megatron_lm.torch_dist import stored_common
-from megatron.conversion.model_space.pieces import bits
-from megatron.conversion.model_space.rank_layout import Layout, part_of, plan_load
-from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing import CheckpointError, Reader, verify
-from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
+from megatron.conversion.find_checkpoint import detect, named_checkpoint, require_checkpoint
+from megatron.conversion.formats import FORMATS, is_extra_state
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    CheckpointMetadata,
+    StoredTensor,
+    load_common,
+    read_metadata,
+)
+from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
-from megatron.core.dist_checkpointing.verification import digest_of, total_bytes, write_integrity
+from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.progress import Progress
 from megatron.core.utils import size_text
-from megatron.training.planning.pictures import shares_picture
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.conversion import convert
+    from megatron.conversion.megatron_lm import torch_dist
+    from megatron.conversion.model_space import pieces, rank_layout
+    from megatron.conversion.model_space.source import Shape, TensorInfo
+    from megatron.core.dist_checkpointing import boxes, verification
+    from megatron.training.planning import pictures
+else:  # `show` needs torch for other formats than torch_dist alone
+    torch, pictures = map(lazy_module, ("torch", "megatron.training.planning.pictures"))
+    convert, torch_dist, pieces, rank_layout = (
+        lazy_module(f"megatron.conversion.{name}")
+        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.rank_layout")
+    )
+    boxes, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("boxes", "verification"))
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -62,13 +76,13 @@ class View(NamedTuple):
 
     path: Path
     format: str
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo | StoredTensor]
     read: Callable[[str, Shape, Shape], torch.Tensor]
 
     def slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
         """(offset, rows) of a tensor in turn."""
         info = self.tensors[key]
-        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, SLICE):
+        for offset, shape in boxes.cut_rows(info.shape, info.dtype.itemsize, SLICE):
             yield offset, self.read(key, offset, shape)
 
 
@@ -76,7 +90,7 @@ def open_view(root: Path, step: int | None) -> View:
     """In model space if the files say which model it is, so that formats can be compared; else keys as stored."""
     path, kind, _ = require_checkpoint(root, step)
     try:
-        source = open_checkpoint(path, kind)
+        source = convert.open_checkpoint(path, kind)
     except ValueError:  # a checkpoint of something else than our models
         if kind != "torch_dist":
             raise
@@ -88,9 +102,8 @@ def open_view(root: Path, step: int | None) -> View:
 
 def stored_view(path: Path) -> View:
     """A torch_dist directory under the keys in its files."""
-    reader = Reader(path)
-    tensors = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in reader.metadata.tensors.items()}
-    return View(path, "torch_dist", tensors, reader.read)
+    reader = torch_dist.Reader(path)
+    return View(path, "torch_dist", reader.metadata.tensors, reader.read)
 
 
 # show
@@ -98,19 +111,20 @@ def stored_view(path: Path) -> View:
 
 def show(args: argparse.Namespace) -> int:
     path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
-    view = stored_view(path) if kind == "torch_dist" else open_view(path, None)
-    chosen = {key: info for key, info in view.tensors.items() if fnmatch.fnmatch(key, args.keys)}
-    result: dict[str, Any] = {"path": str(path), "format": kind, **_totals(view)}
+    tensors: Mapping[str, TensorInfo | StoredTensor]
     if kind == "torch_dist":
-        result |= _torch_dist_facts(path)
+        metadata = read_metadata(path)
+        tensors, facts = metadata.tensors, _torch_dist_facts(path, metadata)
     else:
-        source = open_checkpoint(path, kind)
-        result |= _run_facts(source.args, source.training.iteration if source.training else None)
-    counts = result.pop("chunks", {})
+        source = convert.open_checkpoint(path, kind)
+        tensors = source.tensors
+        facts = _run_facts(source.args, source.training.iteration if source.training else None)
+    result: dict[str, Any] = {"path": str(path), "format": kind, **_totals(tensors), **facts}
     result["tensors"] = {
-        key: {"shape": list(info.shape), "dtype": _dtype(info.dtype), "bytes": info.nbytes}
-        | ({"chunks": counts[key]} if counts else {})
-        for key, info in chosen.items()
+        key: {"shape": list(info.shape), "dtype": info.dtype_name, "bytes": info.nbytes}
+        | ({"chunks": len(info.chunks)} if isinstance(info, StoredTensor) else {})
+        for key, info in tensors.items()
+        if fnmatch.fnmatch(key, args.keys)
     }
     if args.plot is not None:
         if kind != "torch_dist":
@@ -118,7 +132,7 @@ def show(args: argparse.Namespace) -> int:
                 f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
             )
         title = f"{path.name}: who wrote what"
-        shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
+        pictures.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
@@ -128,12 +142,12 @@ def show(args: argparse.Namespace) -> int:
 
 def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
     """Bytes by file, part of the model and kind; a file is `__{rank}_{writer}.distcp`, so also who wrote what."""
-    metadata = Reader(path).metadata
+    metadata = read_metadata(path)
     shares: dict[str, dict[str, dict[str, int]]] = {name: {} for name in sorted(metadata.file_sizes(), key=_numbers)}
     for key, stored in metadata.tensors.items():
         kind, chunks = key.split(".")[2] if key.startswith("optimizer.state.") else "weights", stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            part = shares[chunks.files[file]].setdefault(part_of(key), {})
+            part = shares[chunks.files[file]].setdefault(rank_layout.part_of(key), {})
             part[kind] = part.get(kind, 0) + length
     for location in set(metadata.objects.values()):  # one may stand under several keys
         part = shares[location.file].setdefault("objects", {})
@@ -145,25 +159,24 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def _totals(view: View) -> dict[str, Any]:
+def _totals(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
-    for key, info in view.tensors.items():
+    for key, info in tensors.items():
         sizes[".".join(key.split(".")[:3]) if key.startswith("optimizer.state.") else "weights"] += info.nbytes
-    return {"num_tensors": len(view.tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
+    return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
 
 
-def _torch_dist_facts(path: Path) -> dict[str, Any]:
-    reader = Reader(path)
-    common = stored_common(reader, path)
+def _torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
+    # Newer Megatron-LM keeps it in a shard, which needs torch.
+    common = load_common(path, names=True) or torch_dist.stored_common(torch_dist.Reader(path), path)
     args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else common.get("args", {})
-    needed = reader.metadata.file_sizes()
+    needed = metadata.file_sizes()
     files = {name: (path / name).stat().st_size if (path / name).exists() else None for name in sorted(needed)}
     return {
         **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
-        "objects": sorted(reader.metadata.objects),
+        "objects": sorted(metadata.objects),
         "files": files,
-        "checksums": (path / CHECKSUMS).exists(),
-        "chunks": {key: len(stored.chunks) for key, stored in reader.metadata.tensors.items()},
+        "checksums": find_checksums(path) is not None,
     }
 
 
@@ -213,17 +226,17 @@ def verify_target(root: Path, step: int | None) -> Path:
         return root
     named, _ = named_checkpoint(root, step)
     path = named if named is not None and any(named.glob("*.distcp")) else require_checkpoint(root, step).directory
-    if not (FORMATS["torch_dist"].is_one(path) or any(path.glob("*.distcp"))):
+    if not (FORMATS["torch_dist"](path) or any(path.glob("*.distcp"))):
         raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist can be verified")
     return path
 
 
 def run_verify(args: argparse.Namespace) -> int:
     path = verify_target(args.path, args.ckpt_step)
-    with Progress("verify", total_bytes(path), quiet=args.quiet or args.json) as progress:
-        report = verify(path, workers=args.workers, progress=progress.add)
+    with Progress("verify", verification.total_bytes(path), quiet=args.quiet or args.json) as progress:
+        report = verification.verify(path, workers=args.workers, progress=progress.add)
         if args.write_integrity_json and report.ok:
-            write_integrity(path, progress.add)
+            verification.write_integrity(path, progress.add)
     if args.json:
         print(json.dumps({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1))
         return int(not report.ok)
@@ -281,11 +294,11 @@ def compare_tensor(
     for offset, part in first.slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
-        if part.dtype == other.dtype and torch.equal(bits(part), bits(other)):
+        if part.dtype == other.dtype and torch.equal(pieces.bits(part), pieces.bits(other)):
             continue
         unequal, distance = _distance(part, other)
         largest, count = max(largest, distance), count + unequal
-    dtypes = f"{_dtype(a.dtype)} and {_dtype(b.dtype)}, " if a.dtype != b.dtype else ""
+    dtypes = f"{a.dtype_name} and {b.dtype_name}, " if a.dtype != b.dtype else ""
     if (count == 0 and not dtypes) or (atol > 0 and largest <= atol):
         return None
     total = torch.Size(a.shape).numel()
@@ -324,14 +337,14 @@ def digest(args: argparse.Namespace) -> int:
     digests: dict[str, str] = {}
     with Progress("digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json) as progress:
         for key in chosen:
-            digests[key] = digest_of(part for _, part in view.slices(key))
+            digests[key] = verification.digest_of(part for _, part in view.slices(key))
             progress.add(view.tensors[key].nbytes)
     if args.json:
         print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))
         return 0
     for key, value in digests.items():
         info = view.tensors[key]
-        print(f"{value}  {_dtype(info.dtype):>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}")
+        print(f"{value}  {info.dtype_name:>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}")
     return 0
 
 
@@ -339,13 +352,15 @@ def digest(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    source = open_checkpoint(args.path, step=args.ckpt_step)
+    source = convert.open_checkpoint(args.path, step=args.ckpt_step)
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = plan_load(source, Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
+        ranks = rank_layout.plan_load(
+            source, rank_layout.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args))
+        )
     except ValueError as error:
         result = facts | {"loadable": False, "reason": str(error)}
         print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
@@ -364,7 +379,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
+        pictures.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
     if args.json:
         print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0
@@ -375,10 +390,6 @@ def plan(args: argparse.Namespace) -> int:
         sizes = f"{size_text(row['weight_bytes']):>12}{size_text(row['optimizer_bytes']):>12}"
         print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
     return 0
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -3,11 +3,13 @@
 `checksums.bin` stands beside the checkpoint's files; other readers ignore it. A header line with algorithm and block
 size, then a record for each file (uint16 length of the name, name, uint64 bytes, 8 bytes xxh3_64 for each block in
 order; the last block may be short), little endian, then the xxh3_64 of everything before. Each rank makes the records
-of its files, and nobody parses them to save.
+of its files, and nobody parses them to save. Older checkpoints have `checksums.json` instead: a line of JSON
+`{"algorithm": "xxh3_64", "block_size": 1048576, "files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,10 +19,11 @@ import xxhash
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, read_regular
 
-CHECKSUMS = "checksums.bin"
+CHECKSUMS, OLD_CHECKSUMS = "checksums.bin", "checksums.json"
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
-_HEADER = f"xxh3_64 {BLOCK_SIZE}\n".encode()
+_ALGORITHM = "xxh3_64"
+_HEADER = f"{_ALGORITHM} {BLOCK_SIZE}\n".encode()
 _NAME_LENGTH, _SIZE = struct.Struct("<H"), struct.Struct("<Q")
 
 
@@ -77,7 +80,9 @@ def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
 
 
 def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
-    """By file name. Raises CheckpointError if any byte of it changed."""
+    """By file name, from either form. Raises CheckpointError if any byte of it changed."""
+    if data.startswith(b"{"):
+        return _decode_json(data, where)
     content = memoryview(data)[:-DIGEST_SIZE]
     if data[-DIGEST_SIZE:] != xxhash.xxh3_64_digest(content):
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
@@ -102,12 +107,27 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
     return files
 
 
+def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
+    line, _, digest = data.partition(b"\n")
+    if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
+        raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
+    body = json.loads(line)
+    if body["algorithm"] != _ALGORITHM or body["block_size"] != BLOCK_SIZE:
+        raise CheckpointError(f"{where}: checksums of kind {body['algorithm']} over {body['block_size']} bytes")
+    return {name: FileChecksums(file["size"], bytes.fromhex(file["blocks"])) for name, file in body["files"].items()}
+
+
+def find_checksums(directory: Path) -> Path | None:
+    """The file with the checksums of a checkpoint; None if another program wrote it."""
+    return next((directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()), None)
+
+
 def read_checksums(directory: Path) -> dict[str, FileChecksums]:
     """By file name. Raises CheckpointError if there are none (another program wrote the checkpoint)."""
-    path = directory / CHECKSUMS
-    if not path.exists():
+    path = find_checksums(directory)
+    if path is None:
         raise CheckpointError(
-            f"{path}: missing: the checkpoint was written without checksums, so it cannot be verified"
+            f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
         )
     return decode_checksums(read_regular(path, limit=1 << 40), str(path))
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
 from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, CheckpointError, file_name, printable, shown
 from megatron.core.dist_checkpointing.format.schema import key as key_name
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 
 class Location(NamedTuple):
@@ -51,10 +58,21 @@ class ChunkTable(BoxTable):
 
 
 class StoredTensor:
-    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them when first needed."""
+    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them when first needed.
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, chunks: ChunkTable | Callable[[], ChunkTable]) -> None:
-        self.shape, self.dtype, self._chunks = shape, dtype, chunks
+    `dtype` is torch's or its name, such as bfloat16: what a checkpoint contains can be told without torch.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype | str, chunks: ChunkTable | Callable[[], ChunkTable]) -> None:
+        self.shape, self._chunks = shape, chunks
+        self.dtype_name = str(dtype).removeprefix("torch.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"a tensor of dtype {shown(self.dtype_name)}, which this version of torch lacks")
+        return dtype
 
     @property
     def chunks(self) -> ChunkTable:
@@ -64,7 +82,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * itemsize(self.dtype_name)
+
+
+def itemsize(dtype_name: str) -> int:
+    """Bytes of an element: the first number in the name counts its bits; smaller elements are padded or packed."""
+    bits = re.search(r"\d+", dtype_name)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @dataclass
@@ -122,7 +146,7 @@ def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> Chec
         if id(table.files) not in names:
             names[id(table.files)] = tuple(map(name_of, table.files))
         files = names[id(table.files)]
-        return StoredTensor(stored.shape, stored.dtype, replace(table, files=files))
+        return StoredTensor(stored.shape, stored.dtype_name, replace(table, files=files))
 
     return replace(metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()})
 
@@ -191,9 +215,9 @@ def _shape(value: Any, key: str, where: str) -> Shape:
     return tuple(value)
 
 
-def _dtype_of(properties: Placeholder) -> torch.dtype:
+def _dtype_of(properties: Placeholder) -> str:
     state = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, DtypeName):
         raise TypeError(f"dtype {shown(dtype)}")
     return dtype

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 import xxhash
 
+from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
@@ -35,6 +37,14 @@ from megatron.core.dist_checkpointing.format.metadata import (
     check_inside,
     decode_dcp,
 )
+from megatron.core.dist_checkpointing.format.safe_globals import DTYPE_NAME
+from megatron.core.lazy_import import lazy_module
+from megatron.core.object_storage import path_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
@@ -235,16 +245,16 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
     first_file = writer.remember(map(_text, files))
     first_key = writer.remember(map(_text, tensors))
-    dtypes = {tensor.dtype: 0 for tensor in tensors.values()}
+    dtypes = {tensor.dtype_name: 0 for tensor in tensors.values()}
     for dtype in dtypes:
-        dtypes[dtype] = writer.remember([_plain(dcp.TensorProperties(dtype=dtype))])
+        dtypes[dtype] = writer.remember([_plain(dcp.TensorProperties(dtype=getattr(torch, dtype)))])
 
     # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
     writer.add(_plain(dcp.Metadata), b")\x81}(", _text("state_dict_metadata"), b"}")
     lists = []
     for number, tensor in enumerate(tensors.values(), first_key):
         size = _torch_size(map(_number, tensor.shape))
-        *head, end = _instance(_TENSOR, properties=[_memo(dtypes[tensor.dtype])], size=size, chunks=[])
+        *head, end = _instance(_TENSOR, properties=[_memo(dtypes[tensor.dtype_name])], size=size, chunks=[])
         writer.add(_memo(number), *head)
         lists.append(writer.add_boxes(tensor.chunks))
         writer.add(end, b"s")
@@ -258,8 +268,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     for number, (key, tensor) in enumerate(tensors.items()):
         table, widths = tensor.chunks, _widths(tensor.chunks.position, tensor.chunks.length)
         memos = np.arange(len(table)) + writer.boxes[lists[number]].first
-        kind = str(tensor.dtype).removeprefix("torch.")
-        index.append(PlaceList(key, tensor.shape, kind, lists[number], writer.add(b"("), widths))
+        index.append(PlaceList(key, tensor.shape, tensor.dtype_name, lists[number], writer.add(b"("), widths))
         columns = [memos, table.file + first_file, table.position, table.length]
         writer.add(place_entry(first_key + number, *widths).encode(columns), b"u")
     for key, (file, position, length) in metadata.objects.items():
@@ -310,6 +319,21 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     return _Index(read, content, size, where).metadata()
 
 
+def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
+    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
+    path = path_of(directory) / METADATA
+    try:
+        file = schema.open_file(path)
+        if file.descriptor is None:  # an object: one request instead of two for every tensor
+            return decode_metadata(file.read(0, file.size), str(path))
+        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
+        return open_metadata(file.read, file.size, str(path))
+    except FileNotFoundError as error:
+        raise schema.CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
+    except OSError as error:
+        raise schema.CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
     """As `open_metadata`, for a file in memory."""
     return open_metadata(lambda position, length: data[position : position + length], len(data), where)
@@ -325,7 +349,10 @@ def _tuple_of(*checks: schema.Check) -> schema.Check:
     return check
 
 
-_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+def _dtype_name(value: Any, where: str) -> Any:
+    schema.text(64)(value, where)
+    return value if DTYPE_NAME.fullmatch(value) else schema.refuse(where, value, "the name of a dtype")
+
 
 _WIDTH = schema.one_of(*INTEGERS)
 
@@ -337,9 +364,7 @@ _INDEX_FIELDS = schema.record(
         "memo": _tuple_of(schema.COUNT, schema.COUNT),
         "boxes": schema.sequence(_tuple_of(schema.COUNT, schema.COUNT, _WIDTHS, _WIDTHS, schema.COUNT)),
         "tensors": schema.sequence(
-            _tuple_of(
-                schema.key, schema.SHAPE, schema.one_of(*_DTYPES), schema.COUNT, schema.COUNT, _tuple_of(_WIDTH, _WIDTH)
-            )
+            _tuple_of(schema.key, schema.SHAPE, _dtype_name, schema.COUNT, schema.COUNT, _tuple_of(_WIDTH, _WIDTH))
         ),
         "objects": schema.mapping(_tuple_of(schema.file_name, schema.COUNT, schema.COUNT), schema.key),
     }
@@ -364,7 +389,7 @@ class _Index:
         for number, entry in enumerate(self._fields["tensors"]):
             places = PlaceList(*entry)
             table = partial(self._table, number, places)
-            result.tensors[places.key] = StoredTensor(tuple(places.shape), _DTYPES[places.dtype], table)
+            result.tensors[places.key] = StoredTensor(tuple(places.shape), places.dtype, table)
         result.objects = {key: Location(*place) for key, place in self._fields["objects"].items()}
         return result
 

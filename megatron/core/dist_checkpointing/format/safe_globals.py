@@ -12,16 +12,24 @@ import collections
 import datetime
 import math
 import pathlib
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
-import torch
 
-from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, printable, shown
+from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, is_dtype, printable, shown
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+DTYPE_NAME = re.compile(r"(?:b?float|u?int|complex|bits|quint|qint)\d+\w*|bool")
 
 
 class Budget:
@@ -105,6 +113,10 @@ class Sealed:
         raise UnsafePickleError(f"a pickle tries to set the state of a {type(self).__name__}")
 
 
+class DtypeName(Sealed, str):
+    """Stands for a dtype of torch, such as torch.bfloat16, where its name is enough."""
+
+
 class Stub(Sealed, metaclass=_SealedType):
     """Stands for a value that is built after the pickle has ended."""
 
@@ -141,7 +153,13 @@ class Function(Sealed):
         return self.call(*args)
 
 
-LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, torch.dtype, torch.Size])
+_LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, DtypeName])
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether nothing is in it."""
+    kind = type(value)
+    return kind in _LEAVES or (kind.__module__ == "torch" and kind.__qualname__ in ("dtype", "Size"))
 
 
 class Resolver:
@@ -156,7 +174,7 @@ class Resolver:
 
     def walk(self, value: Any) -> Any:
         kind, memo = type(value), self._memo
-        if kind in LEAVES:
+        if is_leaf(value):
             return value
         if id(value) in memo:
             return memo[id(value)][0]
@@ -227,7 +245,7 @@ def _tensor_v2(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> T
 
 
 def _tensor_v3(storage: Any, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any) -> Any:
-    if not isinstance(dtype, torch.dtype):
+    if not is_dtype(dtype):
         raise UnsafePickleError(f"a tensor of dtype {shown(dtype)}")
     return TensorStub(storage, offset, shape, stride, dtype)
 
@@ -309,6 +327,18 @@ class _NamespaceStub(Stub):
         return argparse.Namespace(**{name: resolver.walk(value) for name, value in self.state.items()})
 
 
+class _SignalStub(Stub):
+    """A member of `signal.Signals`: one object for the whole process, on which no pickle may set attributes."""
+
+    def __init__(self, number: Any) -> None:
+        if type(number) is not int:
+            raise UnsafePickleError(f"a signal {shown(number)}")
+        self.number = number
+
+    def resolve(self, resolver: Resolver) -> signal.Signals:
+        return signal.Signals(self.number)
+
+
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
@@ -320,17 +350,17 @@ def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
     return bytearray(_encode(data, encoding) if isinstance(data, str) else _content(data))
 
 
-_FLAT = (int, float, bool, str, bytes, type(None), torch.dtype)
+_FLAT = (int, float, bool, str, bytes, type(None), DtypeName)
 
 
 def _hashable(values: Iterable[Any]) -> list[Any]:
     """Members of a set, keys of a dictionary: plain values, and a few flat tuples of them."""
     members, odd = list(values), 0
     for value in members:
-        if type(value) in _FLAT and not (type(value) is int and value.bit_length() > 64):
+        if (type(value) in _FLAT or is_dtype(value)) and not (type(value) is int and value.bit_length() > 64):
             continue
         odd += 1
-        if odd > 1000 or type(value) is not tuple or not all(type(item) in _FLAT for item in value):
+        if odd > 1000 or type(value) is not tuple or not all(type(item) in _FLAT or is_dtype(item) for item in value):
             raise UnsafePickleError(f"a set or dictionary with {shown(value)} in it")
     return members
 
@@ -355,26 +385,37 @@ def _of(make: Callable[..., Any], *kinds: type) -> Function:
     return Function(call)
 
 
-_STORAGES = {
-    name: StorageKind(dtype)
-    for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-    if not name.startswith("Q")
+@lru_cache
+def torch_globals() -> dict[tuple[str, str], Any]:
+    """Those of torch, but for its dtypes. Only a pickle that names one of them needs torch."""
+    storages = {
+        name: StorageKind(dtype)
+        for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+        if not name.startswith("Q")
+    }
+    return {
+        **{("torch", name): kind for name, kind in storages.items()},
+        ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
+        ("torch", "UntypedStorage"): StorageKind(torch.uint8),
+        ("torch", "Size"): Function(lambda extents=(): torch.Size(_extents(extents))),
+        ("torch", "device"): _of(torch.device, str, int),
+        ("torch", "Tensor"): placeholder_type("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"): placeholder_type("torch.nn.parameter", "Parameter"),
+        ("torch._utils", "_rebuild_tensor"): Function(_tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor_v3),
+        ("torch._utils", "_rebuild_parameter"): Function(_same_tensor),
+        ("torch._utils", "_rebuild_parameter_with_state"): Function(_same_tensor),
+        ("torch._tensor", "_rebuild_from_type_v2"): Function(_tensor_with_attributes),
+    }
+
+
+# What stands for globals of torch where no tensor is asked for.
+NAMES_OF_TORCH: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): Function(lambda extents=(): _extents(extents)),
 }
 
 SAFE_GLOBALS: dict[tuple[str, str], Any] = {
-    **{("torch", name): kind for name, kind in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
-    ("torch", "UntypedStorage"): StorageKind(torch.uint8),
-    ("torch", "Size"): Function(lambda extents=(): torch.Size(_extents(extents))),
-    ("torch", "device"): _of(torch.device, str, int),
-    ("torch", "Tensor"): placeholder_type("torch", "Tensor"),
-    ("torch.nn.parameter", "Parameter"): placeholder_type("torch.nn.parameter", "Parameter"),
-    ("torch._utils", "_rebuild_tensor"): Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v2"): Function(_tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Function(_tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): Function(_same_tensor),
-    ("torch._utils", "_rebuild_parameter_with_state"): Function(_same_tensor),
-    ("torch._tensor", "_rebuild_from_type_v2"): Function(_tensor_with_attributes),
     ("torch.serialization", "_get_layout"): _of(str, str),
     ("numpy", "dtype"): _DtypeStub,
     ("numpy", "ndarray"): placeholder_type("numpy", "ndarray"),
@@ -390,8 +431,8 @@ SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("collections", "defaultdict"): Function(lambda factory=None, *args: _dict(dict, *args)),
     ("collections", "deque"): Function(lambda items=(), maxlen=None: list(items)),
     ("_codecs", "encode"): Function(_encode),
-    ("signal", "Signals"): _of(signal.Signals, int),
-    **{("signal", member.name): int(member) for member in signal.Signals},  # how Python 3.10 writes a member
+    ("signal", "Signals"): _SignalStub,
+    **{("signal", member.name): _SignalStub(int(member)) for member in signal.Signals},  # how Python 3.10 writes them
     ("datetime", "timedelta"): _of(datetime.timedelta, int, float),
     ("datetime", "datetime"): _of(datetime.datetime, int, bytes, str),
     **{

@@ -23,8 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
 
 
@@ -59,12 +57,18 @@ def shown(value: Any) -> str:
         return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
-    if value is None or type(value) in (bool, int, float, complex, torch.dtype):
+    if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
         return repr(value)
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = type(value) is not dict and len(value) <= 8 and all(type(item) in (int, float, str) for item in value)
         return printable(str(value))[:200] if flat else f"a {type(value).__name__} of {len(value)} entries"
     return printable(f"a {type(value).__module__}.{type(value).__qualname__}")[:200]
+
+
+def is_dtype(value: Any) -> bool:
+    """Whether it is one of torch's; asked by name, because whoever has none may not have imported torch."""
+    kind = type(value)
+    return kind.__qualname__ == "dtype" and kind.__module__ == "torch"
 
 
 def printable(text: str) -> str:
@@ -281,6 +285,11 @@ class OpenFile:
                     f"{position}..{position + len(view)}"
                 )
             done += count
+
+    def forget(self, position: int, length: int) -> None:
+        """This range will not be read again soon: the page cache can have its room."""
+        if self.descriptor is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, position, length, os.POSIX_FADV_DONTNEED)
 
     def _read_some(self, view: memoryview, position: int) -> int:
         assert self.descriptor is not None

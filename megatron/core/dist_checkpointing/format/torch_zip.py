@@ -18,12 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file, printable
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 ALIGNMENT = 64  # of raw data relative to the start of its archive; archives start at multiples of it, too
 _LOCAL = struct.Struct("<4s5H3I2H")

@@ -23,16 +23,18 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.dist_checkpointing.boxes import Shape
+from megatron.core.dist_checkpointing.files import COMMON
+from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.safe_globals import (
-    LEAVES,
+    DTYPE_NAME,
+    NAMES_OF_TORCH,
     SAFE_GLOBALS,
     Budget,
+    DtypeName,
     Function,
     Placeholder,
     Resolver,
@@ -40,7 +42,9 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
     StorageKind,
     StorageRef,
     TensorStub,
+    is_leaf,
     placeholder_type,
+    torch_globals,
 )
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
@@ -51,7 +55,13 @@ from megatron.core.dist_checkpointing.format.schema import (
     shown,
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, FileTensor
+from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
 
 _OTHER_MODULES = {  # of other versions of Python and numpy
     "__builtin__": "builtins",
@@ -99,9 +109,9 @@ class _FileStorage(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, placeholders: bool = True) -> None:
+    def __init__(self, data: bytes, placeholders: bool, names: bool) -> None:
         super().__init__(io.BytesIO(data), encoding="latin1")  # old pickles hold numpy bytes in latin-1 strings
-        self._placeholders = placeholders
+        self._placeholders, self._names = placeholders, names
         self._known: dict[tuple[str, str], Any] = {}
         self.budget = Budget(len(data))
 
@@ -122,8 +132,16 @@ class _Unpickler(pickle.Unpickler):
             module = "torch"  # `torch.cuda.FloatStorage`: where the tensor lived does not matter
         if (module, name) in SAFE_GLOBALS:
             return SAFE_GLOBALS[module, name]
-        if module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.layout, torch.memory_format)):
-            return vars(torch)[name]
+        if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
+            return DtypeName(f"torch.{name}")
+        if self._names and (module, name) in NAMES_OF_TORCH:
+            return NAMES_OF_TORCH[module, name]
+        if module.partition(".")[0] == "torch" and not module.startswith(_INERT_PACKAGES):
+            if (module, name) in torch_globals():
+                return torch_globals()[module, name]
+            found = vars(sys.modules["torch"]).get(name) if module == "torch" else None
+            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                return found
         if module.partition(".")[0] in _GUARDED and not module.startswith(_INERT_PACKAGES):
             raise UnsafePickleError(
                 f"its pickle names {printable(f'{module}.{name}')}, which no checkpoint needs. Nothing was executed. "
@@ -144,9 +162,10 @@ class _Unpickler(pickle.Unpickler):
 def safe_loads(data: bytes | memoryview, where: str) -> Any:
     """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`.
 
-    It may unfold without end: only `safe_load` promises what can be printed or copied.
+    Dtypes are their names: the file is read without torch. It may unfold without end: only `safe_load` promises what
+    can be printed or copied.
     """
-    return _unpickle(bytes(data), where)[0]
+    return _unpickle(bytes(data), where, names=True)[0]
 
 
 def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
@@ -158,27 +177,46 @@ def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] |
 
 
 def safe_load(
-    source: str | os.PathLike[str] | bytes, *, mmap: bool = True, where: str | None = None, placeholders: bool = True
+    source: str | os.PathLike[str] | bytes,
+    *,
+    mmap: bool = True,
+    where: str | None = None,
+    placeholders: bool = True,
+    names: bool = False,
 ) -> Any:
     """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running anything.
 
     `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
     nothing is read before it is used and writing to them changes memory only. Without, each is read at once.
-    Classes of other projects become `Placeholder`s (or an error, without `placeholders`). Raises CheckpointError that
-    names `where`, by default the path; UnsafePickleError for a refused global.
+    Classes of other projects become `Placeholder`s (or an error, without `placeholders`), dtypes with `names` their
+    names: without tensors in it the file is then read without torch. Raises CheckpointError that names `where`, by
+    default the path; UnsafePickleError for a refused global.
     """
     if isinstance(source, bytes):
-        return _load_archive(bytearray(source), where or "pickle", placeholders, check_crc=True)
+        return _load_archive(bytearray(source), where or "pickle", placeholders, names, check_crc=True)
     path = path_of(source)
     where = where or str(path)
     try:
         with open_file(path) as file:
             if mmap and file.size and file.descriptor is not None:
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
-                return _load_archive(mapped, where, placeholders)
-            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, check_crc=True)
+                return _load_archive(mapped, where, placeholders, names)
+            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def load_common(directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False) -> dict[str, Any]:
+    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are their names."""
+    path = path_of(directory) / COMMON
+    if not path.exists():
+        return {}
+    if verify:
+        BlockVerifier(path.parent).check_file(COMMON)
+    common = safe_load(path, mmap=False, names=names)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
+    return common
 
 
 def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
@@ -197,7 +235,9 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, check_crc: bool = False) -> Any:
+def _load_archive(
+    buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, names: bool, check_crc: bool = False
+) -> Any:
     """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
     view = memoryview(buffer)
     archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
@@ -209,12 +249,16 @@ def _load_archive(buffer: bytearray | mmap_module.mmap, where: str, placeholders
             size, offset = archive.records[name].size, archive.data_offset(name)
             if check_crc:
                 archive.check_crc(name, view[offset : offset + size])
-            data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset) if size else _EMPTY
+            data = (
+                torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
+            )
             # Aligned for every dtype, copied once.
             storages[name] = _MemoryStorage(data.clone() if data.data_ptr() % 16 else data)
         return storages[name]
 
-    return _load(archive, storage, where, placeholders)
+    return _load(archive, storage, where, placeholders, names)
 
 
 def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> Archive:
@@ -232,9 +276,11 @@ def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, w
     return archive
 
 
-def _load(archive: Archive, storage: Callable[[str], Storage], where: str, placeholders: bool) -> Any:
+def _load(
+    archive: Archive, storage: Callable[[str], Storage], where: str, placeholders: bool, names: bool = False
+) -> Any:
     """The object in `archive`; `storage` gives the content of a record."""
-    root, unpickler = _unpickle(archive.read("data.pkl"), where, placeholders)
+    root, unpickler = _unpickle(archive.read("data.pkl"), where, placeholders, names)
 
     def storage_of(ref: StorageRef) -> Storage:
         name = f"data/{ref.key}"
@@ -245,12 +291,9 @@ def _load(archive: Archive, storage: Callable[[str], Storage], where: str, place
     return _resolve(root, where, storage_of, unpickler.budget)
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
-def _unpickle(data: bytes, where: str, placeholders: bool = True) -> tuple[Any, _Unpickler]:
+def _unpickle(data: bytes, where: str, placeholders: bool = True, names: bool = False) -> tuple[Any, _Unpickler]:
     """Stubs included."""
-    unpickler = _Unpickler(data, placeholders)
+    unpickler = _Unpickler(data, placeholders, names)
     try:
         scan_pickle(data)  # before the first opcode runs: nothing below is safe for a pickle that it refuses
         return unpickler.load(), unpickler
@@ -297,7 +340,7 @@ def check_bounded(root: Any, where: str) -> None:
             sizes[id(value)] = math.inf  # while it is open
             size = 1.0
             for child in children:
-                size += 1 if type(child) in LEAVES else size_of(child, depth + 1)
+                size += 1 if is_leaf(child) else size_of(child, depth + 1)
             sizes[id(value)] = size
             count[0] += len(children)
         return size

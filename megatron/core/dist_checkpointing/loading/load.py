@@ -14,10 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.loading.fully_parallel_load import (
     all_gather_shares,
     boxes_of,
@@ -28,7 +25,6 @@ from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, some
-from megatron.core.object_storage import path_of
 
 
 @dataclass
@@ -153,19 +149,6 @@ def _read_local(
     reader.read_into(requests, workers)
     wanted = [entry.key for entry in state.values() if isinstance(entry, ShardedObject)]
     return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}
-
-
-def load_common(directory: str | os.PathLike[str], *, verify: bool = False) -> dict[str, Any]:
-    """What was saved as `common`; {} if the checkpoint has no `common.pt`."""
-    path = path_of(directory) / COMMON
-    if not path.exists():
-        return {}
-    if verify:
-        BlockVerifier(path.parent).check_file(COMMON)
-    common = safe_load(path, mmap=False)
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
-    return common
 
 
 logger = logging.getLogger(__name__)

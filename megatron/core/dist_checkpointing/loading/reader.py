@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,8 @@ from numpy.lib.stride_tricks import as_strided
 from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, Location, StoredChunk
-from megatron.core.dist_checkpointing.format.metadata_index import decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
+from megatron.core.dist_checkpointing.format.metadata_index import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
@@ -31,21 +30,6 @@ from megatron.core.object_storage import path_of
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through
 _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
-
-
-def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
-    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
-    path = path_of(directory) / METADATA
-    try:
-        file = open_file(path)
-        if file.descriptor is None:  # an object: one request instead of two for every tensor
-            return decode_metadata(file.read(0, file.size), str(path))
-        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
-        return open_metadata(file.read, file.size, str(path))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class Request(NamedTuple):

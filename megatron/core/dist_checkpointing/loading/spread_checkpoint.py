@@ -21,10 +21,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, DIGEST_SIZE, FileChecksums, hash_blocks
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    DIGEST_SIZE,
+    FileChecksums,
+    decode_checksums,
+    hash_blocks,
+)
 from megatron.core.dist_checkpointing.format.schema import OPENERS, CheckpointError, OpenFile, file_name, open_file
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
-from megatron.core.dist_checkpointing.local_tier import LocalTier, decode_marker, marker_name, order_of, writer_of
+from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 
 logger = logging.getLogger(__name__)
@@ -99,7 +105,7 @@ class SpreadCheckpoint:
             return
         ranks = Coordination.of(None)
         ranks.all_true(True)
-        self._ask((ranks.rank + 1) % ranks.size, "", 0, 0)
+        self._request((ranks.rank + 1) % ranks.size, "", 0, 0)
         self._thread.join()
         ranks.all_true(True)
         dist.destroy_process_group(self._group)
@@ -117,12 +123,12 @@ class SpreadCheckpoint:
         except KeyError as error:
             raise FileNotFoundError(str(self.directory / file)) from error
 
-    def blocks(self, file: str, first: int, last: int) -> memoryview:
-        """Blocks [first, last) of a file as they were written."""
+    def blocks(self, file: str, first: int, last: int, buffer: torch.Tensor) -> memoryview:
+        """Blocks [first, last) of a file as they were written, in `buffer`, which has a byte more."""
         sums = self.sums(file)
         start, stop = first * BLOCK_SIZE, min(last * BLOCK_SIZE, sums.size)
         expected = sums.blocks[first * DIGEST_SIZE : last * DIGEST_SIZE]
-        for node, content in self._copies(writer_of(file), file, start, stop - start):
+        for node, content in self._copies(writer_of(file), file, start, buffer[: stop - start + 1]):
             if content is not None and hash_blocks(content) == expected:
                 return content
             what = "cannot be read" if content is None else f"is damaged in bytes {start}..{stop}"
@@ -131,58 +137,66 @@ class SpreadCheckpoint:
 
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
         file = marker_name(writer, len(self._held.writers))
-        for node, content in self._copies(writer, file, 0, self._held.writers[writer][0]):
+        buffer = torch.empty(self._held.writers[writer][0] + 1, dtype=torch.uint8)
+        for node, content in self._copies(writer, file, 0, buffer):
             try:
                 if content is not None:
-                    return decode_marker(bytes(content), self.directory / file)
+                    return decode_checksums(bytes(content), str(self.directory / file))
                 self._report(file, node, "cannot be read")
             except CheckpointError:
                 self._report(file, node, "is damaged")
         raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
 
-    def _copies(self, writer: int, file: str, position: int, length: int) -> Iterator[tuple[int, memoryview | None]]:
-        """What the nodes that hold `file` have there, this node first; None where it cannot be read."""
+    def _copies(
+        self, writer: int, file: str, position: int, buffer: torch.Tensor
+    ) -> Iterator[tuple[int, memoryview | None]]:
+        """What the nodes that hold `file` have there, this node first; None where it cannot be read.
+
+        The last byte of `buffer` is for the protocol.
+        """
+        content = bytes_of(buffer)[:-1]
         nodes, node = self._held.writers[writer][1], self._tier.node
         turn = self._tier.rank % len(nodes)  # readers spread over the holders
         for holder in sorted(nodes[turn:] + nodes[:turn], key=lambda other: other != node):
             if holder == node:
-                yield node, self._read(file, position, length)
+                yield node, content if self._read(file, position, content) else None
             else:
                 ranks = self._tier.ranks_of(holder)
-                yield holder, self._ask(ranks[self._tier.rank % len(ranks)], file, position, length)
+                rank = ranks[self._tier.rank % len(ranks)]
+                dist.recv(buffer, rank, self._group, self._request(rank, file, position, len(content)))
+                yield holder, content if buffer[-1] else None
 
-    def _read(self, file: str, position: int, length: int) -> memoryview | None:
+    def _read(self, file: str, position: int, content: memoryview) -> bool:
         """From the own disk."""
-        content = bytearray(length)
         try:
             with open_file(self._tier.root / self._held.name / file) as opened:
-                opened.read_into(memoryview(content), position)
+                opened.read_into(content, position)
         except (OSError, CheckpointError):
-            return None
-        return memoryview(content)
+            return False
+        return True
 
-    def _ask(self, rank: int, file: str, position: int, length: int) -> memoryview | None:
+    def _request(self, rank: int, file: str, position: int, length: int) -> int:
+        """Returns the tag of the answer."""
         tag = next(self._tags)
         request = bytearray(_REQUEST.pack(position, length, tag, file.encode()))
         dist.send(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK)
-        if not length:
-            return None
-        answer = torch.empty(length + 1, dtype=torch.uint8)
-        dist.recv(answer, rank, self._group, tag)
-        return bytes_of(answer)[:length] if answer[-1] else None
+        return tag
 
     def _serve(self) -> None:
         """Answer with the bytes and a 1, or with anything and a 0."""
         request = torch.empty(_REQUEST.size, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8)  # kept: new pages cost more than the copy
         while True:
             try:
                 source = dist.recv(request, None, self._group, _ASK)
                 position, length, tag, file = _REQUEST.unpack(bytes_of(request))
                 if not length:
                     return
-                content = self._read(file_name(file.decode(), "a request"), position, length)
-                answer = bytearray(length + 1) if content is None else bytearray(content) + b"\1"
-                dist.send(torch.frombuffer(answer, dtype=torch.uint8), source, self._group, tag)
+                if len(buffer) <= length:
+                    buffer = torch.empty(length + 1, dtype=torch.uint8)
+                answer = buffer[: length + 1]
+                answer[-1] = self._read(file_name(file.decode(), "a request"), position, bytes_of(answer)[:-1])
+                dist.send(answer, source, self._group, tag)
             except RuntimeError:  # a rank is gone: the next collective says so
                 return
 
@@ -221,6 +235,7 @@ class _SpreadFile(OpenFile):
         assert isinstance(path, SpreadPath)
         self.path, self.descriptor, self._checkpoint = path, None, path.checkpoint
         self.size = self._checkpoint.sums(path.name).size
+        self._buffer = torch.empty(min(self.size, _MOST_BLOCKS * BLOCK_SIZE) + 1, dtype=torch.uint8)
         self._first, self._last, self._blocks = 0, 0, memoryview(b"")  # the last ones that were read
 
     def _read_some(self, view: memoryview, position: int) -> int:
@@ -230,7 +245,8 @@ class _SpreadFile(OpenFile):
         first, last = position // BLOCK_SIZE, -(-(position + length) // BLOCK_SIZE)
         if not self._first <= first < self._last:
             last = min(last, first + _MOST_BLOCKS)
-            self._blocks = self._checkpoint.blocks(self.path.name, first, last)
+            self._first = self._last = 0  # nothing is in the buffer if the next line raises
+            self._blocks = self._checkpoint.blocks(self.path.name, first, last, self._buffer)
             self._first, self._last = first, last
         start = position - self._first * BLOCK_SIZE
         part = self._blocks[start : start + length]

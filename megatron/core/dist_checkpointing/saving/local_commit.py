@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
     checksum_records,
     checksums_of,
+    decode_checksums,
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.generation import Generation
@@ -30,7 +31,6 @@ from megatron.core.dist_checkpointing.local_tier import (
     LocalTier,
     Replication,
     checkpoint_name,
-    decode_marker,
     marker_name,
     order_of,
 )
@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.saving.shard_file import Shard, ShardFile
 from megatron.core.dist_checkpointing.saving.staging import Slot, StagingBuffer
 from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import fsync_directory, remove, write_flushed
+from megatron.core.object_storage import first_line
 
 _HEADER, _PAYLOAD, _ANSWER = 1, 2, 3  # tags
 _ANSWER_SIZE = 512
@@ -59,6 +60,7 @@ class LocalSaver:
         """`kept` is the local checkpoint that this start has loaded."""
         self.tier, self._generation, self._kept = tier, generation, kept
         sources = [] if tier.replication is None else tier.replication.sources
+        self._drained: tuple[str, Callable[[], bool]] = "", lambda: True
         self._receivers = Workers(len(sources), "checkpoint-receiver")
         self._buffers = [StagingBuffer(1, pinned=False) for _ in sources]
 
@@ -74,11 +76,18 @@ class LocalSaver:
             ]
         return pending
 
+    def keep_until(self, name: str, drained: Callable[[], bool]) -> None:
+        """`name` is being copied to --save until `drained` is true."""
+        self._drained = name, drained
+
     def remove_superseded(self, name: str, replicated: bool) -> None:
-        """`name` is whole on all nodes. Two stay: it, and the last one before it that has all its replicas."""
+        """`name` is whole on all nodes. Two stay: it, and the last one before it that has all its replicas; and one
+        that is being copied."""
+        being_copied, drained = self._drained
+        keep = (name, self._kept, None if drained() else being_copied)
         if self.tier.rank == self.tier.node:
             for other in self.tier.names():
-                if other not in (name, self._kept) and order_of(other) <= order_of(name):
+                if other not in keep and order_of(other) <= order_of(name):
                     remove(self.tier.root / other)
         if replicated:
             self._kept = name
@@ -102,6 +111,13 @@ class LocalCheckpoint(PendingCheckpoint):
     @property
     def pending(self) -> Path:  # type: ignore[override]
         return self.directory
+
+    def keep_until(self, drained: Callable[[], bool]) -> None:
+        self._saver.keep_until(self.directory.name, drained)
+
+    def data_files(self) -> dict[str, FileChecksums]:
+        """Of this rank, when the save has ended."""
+        return {name: sums for name, sums in self._sums.items() if name.endswith(".distcp")}
 
     def begin(self, nbytes: int) -> None:
         """Every node finds out for itself whether it has room."""
@@ -196,7 +212,7 @@ class _Link:
             try:
                 dist.recv(answer, self.target, self._group, _ANSWER)
             except RuntimeError as error:
-                self._problem = _first_line(error)
+                self._problem = first_line(error)
         return self._problem or bytes(answer.numpy()).rstrip(b"\0").decode() or None
 
     def abort(self) -> None:
@@ -215,7 +231,7 @@ class _Link:
                     writable = bytearray(content) if isinstance(content, bytes) else content
                     dist.send(torch.frombuffer(writable, dtype=torch.uint8), self.target, self._group, _PAYLOAD)
             except RuntimeError as error:  # the connection is lost, and gloo does not make another one
-                self._problem = _first_line(error)
+                self._problem = first_line(error)
 
 
 def _receive(directory: Path, source: int, replication: Replication, slot: Slot) -> None:
@@ -264,7 +280,7 @@ def _keep(marker: Path, content: bytes, names: list[str], files: list[ShardFile]
         while files:
             file = files.pop()  # what stays in the list is closed by the caller
             written[names[len(files)]] = file.close(durable=True)
-        expected = decode_marker(content, marker)
+        expected = decode_checksums(content, str(marker))
         damaged = [name for name in expected.keys() | written.keys() if expected.get(name) != written.get(name)]
         if damaged:
             return f"{', '.join(sorted(damaged)[:3])} came damaged"
@@ -279,7 +295,3 @@ def _write_marker(path: Path, content: bytes) -> None:
     fsync_directory(path.parent)
     write_flushed(path, content)
     fsync_directory(path.parent)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]

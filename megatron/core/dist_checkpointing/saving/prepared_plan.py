@@ -31,11 +31,12 @@ class MetadataCache:
 
         `name_of` renames the files of tensors; those of the objects in the lines have been renamed.
         """
-        made_for = (objects, name_of("a.b"))
-        if self._encoded is None or self._encoded[0] != made_for:
+        made_for, encoded = (objects, name_of("a.b")), self._encoded
+        if encoded is None or encoded[0] != made_for:
             places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
-            self._encoded = made_for, encode_metadata(replace(renamed(self.tensors, name_of), objects=places))
-        return self._encoded[1]
+            encoded = made_for, encode_metadata(replace(renamed(self.tensors, name_of), objects=places))
+            self._encoded = encoded  # of the last save; one may be copied elsewhere at the same time
+        return encoded[1]
 
 
 @dataclass

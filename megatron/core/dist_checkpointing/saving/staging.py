@@ -147,8 +147,7 @@ def _live_source(tensor: torch.Tensor, volatile: bool) -> ByteSource:
 class StageAndWrite:
     """Stages and writes `chunks` of `sources`; `staged` is set when the live tensors are not needed any more.
 
-    `stage` begins to copy and touches no file; `write` returns when all files are durable; `abort` if it is not called
-    or has failed.
+    `begin` allocates the slots and copies as much as there are slots for; it touches no file.
     """
 
     def __init__(
@@ -157,6 +156,8 @@ class StageAndWrite:
         sources: Sequence[ByteSource],
         objects: ObjectFile,
         stream: torch.cuda.Stream | None,
+        pool: Workers,
+        make_slots: Callable[[], list[Slot]],
     ) -> None:
         self.staged = threading.Event()
         self.staged_at = 0.0
@@ -166,7 +167,7 @@ class StageAndWrite:
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []
         self._failed = False
-        self._pool: Workers
+        self._pool, self._make_slots = pool, make_slots
         self._slots: list[Slot]
         self._progress: Progress
         self._open: list[Shard] = []
@@ -176,17 +177,15 @@ class StageAndWrite:
     def on_device(self) -> bool:
         return self._stream is not None
 
-    def stage(self, pool: Workers, slots: list[Slot]) -> None:
-        """Begin to copy as much as there are slots for."""
-        self._pool, self._slots = pool, slots
+    def begin(self) -> None:
+        self._slots = self._make_slots()
         if not self._chunks:
             self._finish_staging()
         with self._lock:  # all copies stand in the queue before the first write, which waits for its file
-            for index in range(min(len(slots), len(self._chunks))):
-                self._futures.append(pool.submit(partial(self._stage, index)))
+            for index in range(min(len(self._slots), len(self._chunks))):
+                self._futures.append(self._pool.submit(partial(self._stage, index)))
 
     def write(self, target: ShardTarget, progress: Progress) -> dict[str, FileChecksums]:
-        """Returns when all files are durable in `target`. Raises the first error of any piece."""
         self._progress = progress
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))

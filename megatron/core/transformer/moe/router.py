@@ -66,6 +66,9 @@ class TopKRouter(MegatronModule):
             ParamInfo(Normal(config.init_method_std), partial_grad=partial_grad),
         )
         self.weight = make_parameter(shape, config.params_dtype, device, info)
+        self.bias = (
+            make_parameter((self.num_experts,), config.params_dtype, device, info) if config.add_bias_linear else None
+        )
         bias = ParamInfo(Constant(0.0), trained=False)
         self.expert_bias = (
             make_parameter((self.num_experts,), torch.float32, device, bias)
@@ -87,8 +90,12 @@ class TopKRouter(MegatronModule):
     def forward(self, tokens: Tensor, batch: int) -> Routing:
         """The choice for `tokens` `[s * b, h]`, in the order of `[s, b]`; `batch` is b."""
         dtype = self.dtype or tokens.dtype
-        logits = F.linear(tokens.to(dtype), self.weight.to(dtype))  # [t, experts]
-        experts, probs = choose(logits, self.config, self.expert_bias)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)  # [t, experts]
+        if self.config.by_sinkhorn:
+            experts, probs = choose_by_sinkhorn(logits, self.config, self.training)
+        else:
+            experts, probs = choose(logits, self.config, self.expert_bias)
         kept = None if self.config.moe_expert_capacity_factor is None else self._within_capacity(experts, probs)
         if self.training and torch.is_grad_enabled():
             probs = self._with_losses(logits, experts, probs, kept, batch)
@@ -175,6 +182,28 @@ def choose(logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
     if config.moe_router_topk_scaling_factor:
         probs = probs * config.moe_router_topk_scaling_factor
     return experts, probs
+
+
+def choose_by_sinkhorn(logits: Tensor, config: TransformerConfig, training: bool) -> tuple[Tensor, Tensor]:
+    """As `choose`; in training the tokens here are spread over the experts, the weights are those of plain scores."""
+    k = config.moe_router_topk
+    # A softmax over one expert would teach nothing.
+    scores = torch.sigmoid(logits) if k == 1 else torch.softmax(logits, -1, dtype=torch.float32).to(logits.dtype)
+    experts = torch.topk(sinkhorn(logits.detach().float()) if training else scores, k, dim=1).indices
+    return experts, scores.gather(1, experts)
+
+
+def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """exp(logits) `[t, experts]` with rows and columns scaled until every token, and every expert, has an even share of
+    the sum 1 (Sinkhorn 1964). Each round waits for the device."""
+    values, change = logits.exp(), torch.inf
+    (tokens, experts), tiny = values.shape, 1e-8
+    by_expert = values.new_ones(experts)
+    while change > tolerance:
+        by_token = 1 / tokens / ((by_expert * values).sum(1) + tiny)
+        before, by_expert = by_expert, 1 / experts / ((by_token.unsqueeze(1) * values).sum(0) + tiny)
+        change = (before - by_expert).abs().mean().item()
+    return by_expert * values * by_token.unsqueeze(1)
 
 
 def _within_groups(scores: Tensor, config: TransformerConfig) -> Tensor:

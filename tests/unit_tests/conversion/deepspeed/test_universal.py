@@ -14,9 +14,10 @@ from torch.testing import assert_close
 
 from megatron.conversion.deepspeed.files import find_universal
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
+from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Options, Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from tests import GOLDEN
 from tests.distributed import DistributedPool

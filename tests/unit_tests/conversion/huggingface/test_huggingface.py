@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.source import Options, read_whole
+from megatron.conversion.model_space.source import read_whole
 from tests import ROOT
 from tests.compare import assert_same
 from tests.distributed import DistributedPool
@@ -58,7 +58,15 @@ def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> No
             assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_golden_logits_with_sinks() -> None:
+    """Of gpt-oss, which the reference does not know."""
+    tokens, expected = (torch.from_numpy(np.load(GOLDEN / f"gpt_oss/{name}.npy")) for name in ("input_ids", "logits"))
+    source = HuggingFaceSource(GOLDEN / "gpt_oss")
+    for stages in (1, 2):
+        assert_close(model_logits(source, tokens, stages), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", (*MODELS, "gpt_oss"))
 def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     """Imported and exported again: the same tensors, the same logits, the same configuration to transformers."""
     assert is_huggingface(GOLDEN / name)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.huggingface.config_rules import is_huggingface
+from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Options, read_whole
+from megatron.conversion.model_space.source import read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
@@ -142,10 +142,6 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"logit_scale": 0.1, "no_rope_layers": [1]}, "--hf-ignore-fields logit_scale no_rope_layers"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
-        (
-            {"model_type": "gpt_oss"},
-            r"'gpt_oss' is not supported \(it has attention sinks, a clamped activation and bia",
-        ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification is not LlamaForCausalLM",

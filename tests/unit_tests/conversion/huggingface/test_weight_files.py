@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.conversion.formats import parse_size
 from megatron.conversion.huggingface import weight_files
 from megatron.conversion.huggingface.weight_files import SafetensorsFile, SafetensorsWriter
-from megatron.conversion.model_space.source import TensorInfo, parse_size
+from megatron.conversion.model_space.source import TensorInfo
 
 TENSORS = {
     "matrix": torch.randn(7, 5),

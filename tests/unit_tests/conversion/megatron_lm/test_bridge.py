@@ -45,6 +45,17 @@ def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
     assert (training.iteration, training.consumed_train_samples, training.consumed_valid_samples) == (7, 56, 8)
 
 
+def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
+    """In the configuration they are lists; the patterns that are known to be the golden model are."""
+    windows = {"window_size": [3, 0], "window_attn_skip_freq": [0, 1, 0, 1]}
+    source = open_checkpoint(changed(tmp_path, moe_layer_freq=[0, 0, 0, 0], **windows))
+    assert source.args["moe_layer_freq"] == [0, 0, 0, 0] and source.args["window_size"] == (3, 0)
+    assert source.config.window_attn_skip_freq == [0, 1, 0, 1]  # type: ignore[attr-defined]
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
+    with pytest.raises(ValueError, match="lacks decoder.layers.1.*, which its arguments call for"):
+        open_checkpoint(changed(tmp_path / "moe", moe_layer_freq=[0, 1, 0, 1], **experts))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

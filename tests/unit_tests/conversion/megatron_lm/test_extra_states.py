@@ -4,7 +4,8 @@ import re
 
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.megatron_lm.args import extra_states, is_extra_state
+from megatron.conversion.formats import is_extra_state
+from megatron.conversion.megatron_lm.args import extra_states
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject

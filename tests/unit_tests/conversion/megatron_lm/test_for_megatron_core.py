@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
 from megatron.training.checkpoint.args import make_namespace
 from megatron.training.config.run_config import parse_args
@@ -78,6 +79,6 @@ def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model.module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 4)}
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "fsdp")
     with pytest.raises(CheckpointError, match=r"Megatron-FSDP \(fsdp_dtensor, .* save that run with --ckpt-format"):
         open_checkpoint(tmp_path / "fsdp")

@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from megatron.conversion.convert import Hints, compare, convert, open_checkpoint
-from megatron.conversion.megatron_lm.args import is_extra_state
+from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.formats import Hints, Options, is_extra_state
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
-from megatron.conversion.model_space.source import Options
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
@@ -154,14 +153,33 @@ def test_layouts_that_legacy_files_have_no_names_for(archive, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_of_the_legacy_grouped_gemm_are_refused(archive, tmp_path):
-    """All experts of a rank in one tensor, transposed."""
-    write_legacy(open_checkpoint(archive("single_legacy")), tmp_path / "iter_0000005", Layout.of(2, 1, 1))
-    path = tmp_path / "iter_0000005/mp_rank_00/model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
-    kept = {name: value for name, value in content["model"].items() if ".local_experts." not in name}
-    layers = [name.removesuffix("router.weight") for name in kept if name.endswith("router.weight")]
-    content["model"] = kept | {f"{layer}experts.weight{n}": torch.zeros(16, 256) for layer in layers for n in (1, 2)}
+def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
+    """All experts of a rank in one tensor, a row of matrices that are transposed; their optimizer is refused."""
+    plain = open_checkpoint(archive("single_legacy"))
+    for etp in (1, 2):
+        directory = tmp_path / f"etp{etp}" / "iter_0000005"
+        write_legacy(plain, directory, Layout.of(2, etp, 1))
+        for path in directory.glob("mp_rank_*/model_optim_rng.pt"):
+            content = torch.load(path, weights_only=False)
+            model = content["model"]
+            layers = [name.removesuffix("router.weight") for name in model if name.endswith("router.weight")]
+            for layer in layers:
+                names = [f"{layer}experts.local_experts.{{}}.linear_fc{n}.weight" for n in (1, 2)]
+                first, second = (torch.stack([model.pop(name.format(e)).t() for e in range(4)]) for name in names)
+                model[f"{layer}experts.weight1"] = first.view(16, -1).clone()  # [h, n * 2f]
+                model[f"{layer}experts.weight2"] = second.view(-1, 16).clone()  # [n * f, h]
+            torch.save(content, path)
+        source = open_checkpoint(directory.parent, hints=Hints(optimizer=False))
+        weights = {key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")}
+        assert_same(read_all(source), weights)
+        with pytest.raises(CheckpointError, match="gemm is transposed like their weights and is not read: leave it"):
+            open_checkpoint(directory.parent)
+    for path in directory.glob("mp_rank_*/model_optim_rng.pt"):  # of a run with --no-save-optim
+        content = torch.load(path, weights_only=False)
+        path.with_name("distrib_optim.pt").unlink(missing_ok=True)
+        torch.save({name: value for name, value in content.items() if name != "optimizer"}, path)
+    assert_same(read_all(open_checkpoint(directory.parent)), weights)
+    content["model"][f"{layer}experts.weight1"] = torch.zeros(16, 100)
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="--moe-use-legacy-grouped-gemm, transposed and all in one tensor"):
-        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make"):
+        open_checkpoint(directory.parent, hints=Hints(optimizer=False))

@@ -88,11 +88,9 @@ def test_masks_of_documents(corpus):
     assert sample["tokens"].tolist() == tokens
     assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0]
     assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 0, 1]
-    document = [0, 0, 0, 1, 1, 1, 1, 2, 3]
-    expected = [[not (document[q] == document[k] and k <= q) for k in range(9)] for q in range(9)]
-    assert sample["attention_mask"].shape == (1, 9, 9) and sample["attention_mask"][0].tolist() == expected
+    assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
     plain = finish_sample(text, config_for(corpus, seq_length=9), EOD)
-    assert "attention_mask" not in plain
+    assert "documents" not in plain
     assert plain["position_ids"].tolist() == list(range(9)) and plain["loss_mask"].tolist() == [1.0] * 9
 
 

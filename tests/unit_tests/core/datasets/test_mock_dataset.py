@@ -52,7 +52,7 @@ def test_masks_follow_the_options():
     sample = next(train[i] for i in range(50) if 256 in train[i]["tokens"])
     eods = sample["tokens"] == 256
     np.testing.assert_array_equal(sample["loss_mask"], 1.0 - eods)
-    assert (sample["position_ids"][1:][eods[:-1]] == 0).all() and "attention_mask" in sample
+    assert (sample["position_ids"][1:][eods[:-1]] == 0).all() and "documents" in sample
 
 
 def test_bad_options():

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing import (
     save,
     verify,
 )
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, read_checksums
 
 
 def make_state(fill):
@@ -78,6 +79,23 @@ def test_an_intact_checkpoint_verifies(checkpoint):
     assert report.files == len(files)
     assert report.bytes == sum(read) == sum(path.stat().st_size for path in files)
     assert verified_load(checkpoint) is None
+
+
+def test_checksums_of_older_checkpoints_are_checked(checkpoint):
+    sums = read_checksums(checkpoint)
+    files = {name: {"size": size, "blocks": blocks.hex()} for name, (size, blocks) in sums.items()}
+    line = json.dumps({"algorithm": "xxh3_64", "block_size": BLOCK_SIZE, "files": files}).encode()
+    (checkpoint / "checksums.bin").unlink()
+    (checkpoint / "checksums.json").write_bytes(line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
+    report = verify(checkpoint)
+    assert report.ok and report.has_checksums and not report.notes, report
+    assert verified_load(checkpoint) is None
+    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(shard, shard.stat().st_size // 2, 3)
+    assert shard.name in verified_load(checkpoint)
+    flip(shard, shard.stat().st_size // 2, 3)
+    flip(checkpoint / "checksums.json", 40, 0)
+    assert "damaged" in verified_load(checkpoint)
 
 
 def test_every_flipped_bit_is_found(checkpoint):

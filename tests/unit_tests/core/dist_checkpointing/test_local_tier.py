@@ -1,6 +1,7 @@
 """Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a neighbour fails."""
 
 import resource
+import threading
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import AsyncSaver, Box, CheckpointError, Generation, Reader, ShardedTensor
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    Box,
+    CheckpointError,
+    Drainer,
+    Generation,
+    Reader,
+    ShardedObject,
+    ShardedTensor,
+    verify,
+)
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
 from megatron.core.dist_checkpointing.local_tier import LocalTier, cliques
 from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
@@ -44,7 +55,8 @@ def files_up_to(limit):
 
 def state_of(rank, value):
     big = torch.full((ROWS if rank == 0 else 1, 20), float(value))
-    return {"big": ShardedTensor("big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),))}
+    tensor = ShardedTensor("big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),))
+    return {"big": tensor, "own": ShardedObject(f"own/{rank}", value)}
 
 
 class Node:
@@ -56,9 +68,12 @@ class Node:
         self.saver, self.nodes = AsyncSaver(workers=1), LocalSaver(self.tier, Generation(Path(root), 1, ""), None)
 
     def save(self, iteration):
+        return self.begin(iteration).wait()
+
+    def begin(self, iteration):
         pending = partial(self.nodes.checkpoint, iteration)
         options = {"common": {"iteration": iteration}, "pending": pending}
-        return self.saver.save(state_of(self.rank, iteration), self.tier.root, **options).wait()
+        return self.saver.save(state_of(self.rank, iteration), self.tier.root, **options)
 
     def kept(self):
         return [int(name[5:12]) for name in self.tier.names()]
@@ -115,6 +130,52 @@ def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
     for rank, (error, warning, held) in enumerate(pool.run(damaged_on_the_way, 2, str(tmp_path))):
         assert error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
         assert held == ([0, 1] if rank == 0 else [1])
+
+
+def drain_while_saving_on(rank, size, root):
+    """The first of five saves is being copied until the fourth is there. The last one is damaged on rank 0's disk."""
+    node, released, root = Node(rank, root), threading.Event(), Path(root)
+    drainer = Drainer(workers=1)
+    local = node.begin(1)
+    drained = drainer.drain(local, root / "iter_0000001", before_writing=released.wait, beside={"x": b"y"})
+    assert local.wait().error is None
+    kept = [(node.save(iteration).error, dist.barrier(), node.kept())[2] for iteration in (2, 3, 4)]
+    released.set()
+    reports = [drained.wait()]
+    assert node.save(5).error is None
+    dist.barrier()
+    kept.append(node.kept())
+    local = node.begin(6)
+    local.wait()
+    if rank == 0:
+        path = node.tier.root / node.tier.names()[-1] / "__0_0.distcp"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    reports.append(drainer.drain(local, root / "iter_0000006").wait())
+    drainer.close()
+    node.close()
+    return kept, reports
+
+
+def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path):
+    """Nothing is staged again, later local saves go on meanwhile, and it is kept as long; damage never reaches --save.
+    What arrives is byte for byte what a save without local tier writes."""
+    for kept, (good, bad) in pool.run(drain_while_saving_on, 2, str(tmp_path)):
+        assert kept == [[1, 2], [1, 2, 3], [1, 3, 4], [4, 5]]
+        assert (good.error, good.staging, good.blocking) == (None, 0.0, 0.0)
+        assert "__0_0.distcp: damaged on the disk of its node" in bad.error
+    drained = tmp_path / "iter_0000001"
+    assert verify(drained).ok and not (tmp_path / "iter_0000006").exists()
+    assert (drained / "x").read_bytes() == b"y"
+    pool.run(save_directly, 2, str(tmp_path / "direct"))
+    contents = [{path.name: path.read_bytes() for path in root.iterdir()} for root in (drained, tmp_path / "direct")]
+    assert contents[0].pop("x") and contents[0] == contents[1]
+
+
+def save_directly(rank, size, directory):
+    with AsyncSaver(workers=1) as saver:
+        assert saver.save(state_of(rank, 1), directory, common={"iteration": 1}).wait().error is None
 
 
 def share_a_directory(rank, size, root):

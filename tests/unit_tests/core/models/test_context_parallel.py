@@ -9,8 +9,9 @@ from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.attention_kernels import Block, Scoring, attend, attend_backward
-from megatron.core.transformer.context_parallel import ContextParallel, local_positions
+from megatron.core.transformer.attention.context_parallel import ContextParallel, local_positions
+from megatron.core.transformer.attention.kernels import Block, Scoring, attend, attend_backward
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -40,6 +41,12 @@ CASES = {  # what changes, and whether documents are masked
     "softcap, documents, norm across heads": (
         {"attn_logit_softcapping": 0.1, "qk_layernorm": True, "qk_layernorm_across_heads": True}, True,
     ),
+    "sinks, window in every second layer": (
+        {"softmax_type": "learnable", "window_size": (5, 0), "window_attn_skip_freq": 2}, False,
+    ),
+    "off-by-one, documents, recomputed attention": (
+        {"softmax_type": "off-by-one", "recompute_granularity": "selective"}, True,
+    ),
     "recomputed layers": (
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, False,
     ),
@@ -56,9 +63,7 @@ def batch(documents):
         "weights": torch.linspace(0.5, 2.0, SEQ).expand(BATCH, SEQ),
     }
     if documents:  # of 11 tokens, ending in the midst of chunks
-        document = torch.arange(SEQ) // 11
-        forbidden = (document.unsqueeze(1) != document) | torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
-        whole["attention_mask"] = forbidden.expand(BATCH, 1, SEQ, SEQ)
+        whole["documents"] = torch.stack((torch.arange(SEQ), torch.arange(5, SEQ + 5))) // 11
     return whole
 
 
@@ -83,9 +88,7 @@ def one_case(case, ps):
     )
     model.initialize(seed=3)
     part = cp.part_of(batch(documents))
-    losses = model(
-        part["tokens"], part["position_ids"], labels=part["labels"], attention_mask=part.get("attention_mask")
-    )
+    losses = model(part["tokens"], part["position_ids"], labels=part["labels"], documents=part.get("documents"))
     (losses * part["weights"]).sum().backward()
     for param in model.parameters():
         for axis in (ps.dp_cp, *([ps.tp] if param_info(param).partial_grad else [])):
@@ -120,7 +123,7 @@ def test_losses_and_gradients_are_those_of_whole_sequences(pool, of_whole_sequen
 @pytest.mark.parametrize("way", WAYS)
 def test_with_tensor_and_sequence_parallelism(pool, of_whole_sequences, way):
     """TP2 x CP2: activations are [s / 4, b, h]; every rank of TP has its part of the gradients."""
-    cases = ["causal, rope, groups", "alibi, documents", "learned, biases"]
+    cases = ["causal, rope, groups", "alibi, documents", "learned, biases", "sinks, window in every second layer"]
     of_tp_alone = pool.run(losses_and_gradients, 2, cases, 2, way)
     for results in pool.run(losses_and_gradients, 4, cases, 2, way):
         for case, (positions, losses, gradients, tp_rank) in results.items():
@@ -132,9 +135,8 @@ def test_with_tensor_and_sequence_parallelism(pool, of_whole_sequences, way):
 def saved_bytes(rank, world_size, way):
     """What a layer leaves in the graph, parameters and tables aside."""
     ps = ParallelState.create(ParallelConfig(context_parallel_size=world_size, cp_comm_type=way))
-    layer = TransformerLayer(
-        TransformerConfig(**LLAMA), tp=ps.tp, cp=ContextParallel.of(ps), rng=TensorParallelRng(0, 0)
-    )
+    config = TransformerConfig(**LLAMA | {"num_query_groups": 8})  # older versions of torch keep a copy for each head
+    layer = TransformerLayer(config, Placement(ps.tp, TensorParallelRng(0, 0), ContextParallel.of(ps)))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(64 // world_size, BATCH, 32, requires_grad=True)

@@ -10,11 +10,12 @@ from megatron.conversion.model_space.rank_layout import local_name
 from megatron.core.models import GPTModel
 from megatron.core.parallel_state import ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.transformer.grouped_linear import grouped_product
+from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.balancing import finish_step, routers
 from megatron.core.transformer.moe.permutation import Permutation
-from megatron.core.transformer.moe.router import choose
-from megatron.core.transformer.transformer_config import TransformerConfig, layer_pattern
+from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, sinkhorn
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
@@ -170,6 +171,7 @@ def test_permutation(complete):
     torch.autograd.gradcheck(lambda x: order.combine(order.gather(x).sin(), 7), rows)
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
 def test_grouped_product_is_torchs_own():
     x, matrices, counts = torch.randn(9, 8), torch.randn(4, 8, 16), torch.tensor([2, 0, 3, 4])
     expected = F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
@@ -193,6 +195,29 @@ def test_groups_limit_the_choice():
     assert set(experts[0].tolist()) == {4, 0}
     scores = torch.sigmoid(logits[0, experts[0]])
     torch.testing.assert_close(probs[0], 2.5 * scores / scores.sum())
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sinkhorn(k):
+    """In training every expert gets its share of tokens that all prefer one; the weights are those of plain scores."""
+    config = config_of(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, moe_router_topk=k)
+    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)) + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    spread = sinkhorn(logits)
+    torch.testing.assert_close(spread.sum(1), torch.full((64,), 1 / 64), rtol=2e-2, atol=0)
+    torch.testing.assert_close(spread.sum(0), torch.full((4,), 1 / 4), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        spread.log() - logits,
+        (spread.log() - logits)[:1] + (spread.log() - logits)[:, :1] - (spread.log() - logits)[:1, :1],
+    )  # rows and columns were scaled, no more
+    scores = logits.sigmoid() if k == 1 else logits.softmax(1)
+    for training, basis in ((True, spread), (False, scores)):
+        experts, probs = choose_by_sinkhorn(logits, config, training)
+        assert torch.equal(experts, basis.topk(k, 1).indices) and torch.equal(probs, scores.gather(1, experts))
+    loads = [
+        choose_by_sinkhorn(logits, config, training)[0].flatten().bincount(minlength=4).max()
+        for training in (True, False)
+    ]
+    assert loads[0] < loads[1] * 0.6 and config.load_balancing == {}
 
 
 def test_the_expert_bias_follows_the_load():
@@ -274,7 +299,7 @@ def test_dense_and_expert_layers_together():
         ({"moe_router_topk": 5}, "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
         ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
         ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
-        ({"add_bias_linear": True}, "experts have no biases here"),
+        ({"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8}, "shared experts have no biases"),
         ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
         ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
@@ -282,6 +307,7 @@ def test_dense_and_expert_layers_together():
         ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "must have one value for each"),
         ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
         ({"moe_expert_capacity_factor": 0.0}, "must be positive, got 0.0"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn does not go with --moe-aux-loss-coeff"),
     ],
 )
 def test_impossible_experts_are_explained(options, message):

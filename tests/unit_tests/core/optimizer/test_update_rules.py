@@ -151,10 +151,9 @@ def orthogonalized_part(rank, world_size, whole, dim, blocks):
         {},
         OptimizerConfig(lr=0.1, muon_scale_mode="unit_rms_norm"),
         {},
-        ps.tp,
     )
-    local = whole.chunk(world_size, dim)[rank]
-    return muon._whole_matrices(local, MatrixLayout(dim if world_size > 1 else None, blocks))
+    local = whole.chunk(world_size, dim - 2)[rank]
+    return muon._whole_matrices(local, MatrixLayout(dim if world_size > 1 else None, ps.tp, blocks))
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, ()), (1, ()), (0, (4, 2, 2))])
@@ -170,3 +169,11 @@ def test_a_matrix_that_tensor_parallelism_cuts_is_orthogonalized_whole(pool, dim
             expected[:, start:stop] = (orthogonalize(matrix) * (len(matrix) / 12) ** 0.5).view(rows.shape)
         expected = expected.view(32, 12)
     torch.testing.assert_close(torch.cat(parts, dim), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_expert_has_matrices_of_its_own(pool, dim):
+    experts = torch.randn(3, 32, 12, generator=torch.Generator().manual_seed(3))
+    parts = pool.run(orthogonalized_part, 2, experts, dim, ())
+    expected = torch.stack([orthogonalize(matrix) for matrix in experts]) * (32 / 12) ** 0.5
+    torch.testing.assert_close(torch.cat(parts, dim - 2), expected, rtol=1e-4, atol=1e-5)

@@ -179,7 +179,7 @@ def test_no_worker_outlives_the_training_process(end, code, width):
         assert len(workers) == 2
         process.kill()
         wait_until(lambda: not any(map(is_running, workers)))
-    assert process.wait(timeout=30) == code
+    assert process.wait(timeout=300) == code
 
 
 def test_bad_options():

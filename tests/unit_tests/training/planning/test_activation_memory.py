@@ -7,7 +7,8 @@ import torch
 
 from megatron.core.parallel_state import Axis, ParallelConfig
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.placement import Placement
+from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.planning.activation_memory import ActivationMemory
 from tests.torch_versions import of_current_torch
@@ -20,9 +21,11 @@ LATENT = GATED | {
     "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 24, "qk_head_dim": 16,
     "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+GPT_OSS = {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "softmax_type": "learnable"}
 UP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 24}
 SEQ, BATCH = 32, 2
+DENSE, EXPERTS = LayerKind(), LayerKind(experts=True)
 
 
 def config(**changes):
@@ -36,7 +39,7 @@ def memory(model, tp_size=1, sequence_parallel=False, vocab_rows=128):
 
 def saved_bytes(model):
     """Of the storages that a layer leaves in the graph, its input included; parameters and tables are not its own."""
-    layer = TransformerLayer(model, tp=Axis(), rng=TensorParallelRng(0, 0))
+    layer = TransformerLayer(model, Placement(Axis(), TensorParallelRng(0, 0)))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(SEQ, BATCH, model.hidden_size, dtype=model.params_dtype, requires_grad=True)
@@ -72,20 +75,21 @@ def saved_bytes(model):
         LATENT | UP_AGAIN,
         GATED | {"swiglu": False, "geglu": True, "norm_placement": "both"},
         GATED | {"norm_placement": "post"},
+        GATED | GROUPED | GPT_OSS,
     ],
     ids=str,
 )
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
     model = config(**changes, bf16=bf16)
-    assert memory(model).layer(0) == pytest.approx(saved_bytes(model), rel=0.01)
+    assert memory(model).layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
     """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of ranks."""
     model = config()
-    assert memory(model, 2, True).layer(0) * 2 == memory(model).layer(0)
-    assert memory(model).layer(0) / 2 < memory(model, 2).layer(0) < memory(model).layer(0)
+    assert memory(model, 2, True).layer(DENSE) * 2 == memory(model).layer(DENSE)
+    assert memory(model).layer(DENSE) / 2 < memory(model, 2).layer(DENSE) < memory(model).layer(DENSE)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -95,19 +99,19 @@ def test_recomputation_keeps_less(bf16):
     selective = memory(config(recompute_granularity="selective", bf16=bf16))
     uniform = memory(config(recompute_method="uniform", **full))
     block = memory(config(recompute_method="block", **full))
-    assert uniform.kept([0] * 4) == 2 * uniform.residual  # the inputs of two groups
-    assert block.kept([0] * 4) == 2 * block.residual + 2 * nothing.layer(0)
-    order = [m.kept([0] * 4) for m in (uniform, block, selective, nothing)]
+    assert uniform.kept([DENSE] * 4) == 2 * uniform.residual  # the inputs of two groups
+    assert block.kept([DENSE] * 4) == 2 * block.residual + 2 * nothing.layer(DENSE)
+    order = [m.kept([DENSE] * 4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
-    assert uniform.backward([0] * 4, False) > nothing.backward([0] * 4, False)  # a group again
+    assert uniform.backward([DENSE] * 4, False) > nothing.backward([DENSE] * 4, False)  # a group again
 
 
 def test_layers_of_two_kinds_count_as_what_they_are():
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
     counted = memory(config(**GATED, **experts))
-    dense, mixed = counted.layer(0), counted.layer(1)
-    assert dense == memory(config(**GATED)).layer(0) != mixed
-    assert counted.kept([0, 1, 1]) == dense + 2 * mixed
+    dense, mixed = counted.layer(DENSE), counted.layer(EXPERTS)
+    assert dense == memory(config(**GATED)).layer(DENSE) != mixed
+    assert counted.kept([DENSE, EXPERTS, EXPERTS]) == dense + 2 * mixed
 
 
 def test_logits_are_kept_once_and_split():

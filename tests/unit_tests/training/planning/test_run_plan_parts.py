@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from megatron.core.transformer.transformer_config import LayerKind
 from megatron.training.config.run_config import parse_args
 from megatron.training.planning.activation_memory import ActivationMemory
 from megatron.training.planning.costs import Traffic
@@ -28,7 +29,7 @@ def planned(flags, world_size):
 def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
     """Narayanan et al. 2021: stage r of P has at most P - r micro batches in flight, or all there are."""
     activations, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
-    layer = activations.layer(0)
+    layer = activations.layer(LayerKind())
     for rank, stage in enumerate(plan.stages):
         assert stage.passes_in_flight == min(4 - rank, microbatches)
         assert stage.memory.activations == stage.passes_in_flight * 2 * layer
@@ -45,6 +46,23 @@ def test_chunks_buy_a_smaller_bubble_with_memory():
     assert first.passes_in_flight == 2 * 3 + 4 + 1
     assert first.memory.activations > first_plain.memory.activations
     assert first.traffic["pp"].send > first_plain.traffic["pp"].send
+
+
+def test_weights_in_fp8():
+    """A byte for each in linear layers but those that stay in bf16, in memory and in the gather; and their scales."""
+    flags = "--global-batch-size 4 --use-distributed-optimizer "
+    narrow = flags + "--transformer-impl transformer_engine --fp8-format hybrid --fp8-param-gather "
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 1 "
+    layer = 12 * 64**2  # of COMMON's linear layers: 3 + 1 + 4 + 4
+    stage = planned(flags, 2)[1].stages[0]
+    weights, gathered = stage.memory.weights, stage.traffic["dp"].all_gather
+    plans = [planned(narrow + more, 2)[1].stages[0] for more in ("", ends, "--fp8-recipe blockwise")]
+    for plan, layers in zip(plans, (8, 5, 8), strict=True):
+        assert plan.memory.weights == pytest.approx(weights - layers * layer, abs=2048)  # padding
+        assert plan.traffic["dp"].all_gather == pytest.approx(gathered - layers * layer, abs=2048)
+        assert plan.memory.optimizer == pytest.approx(stage.memory.optimizer, rel=0.01)
+    # Blocks of 128 of the linear layers, which are 192 x 64, 64 x 64, 256 x 64 and 64 x 256, in place of one of each.
+    assert plans[2].memory.weights - plans[0].memory.weights == 4 * 8 * (2 + 1 + 2 + 2 - 4)
 
 
 def test_bytes_per_parameter():

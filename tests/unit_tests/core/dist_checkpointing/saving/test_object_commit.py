@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import random
-import signal
 import subprocess
 import sys
 import threading
@@ -18,17 +16,21 @@ from megatron.core import object_storage
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
+    Drainer,
     Lineage,
     ShardedTensor,
     is_complete,
     load,
     missing_or_truncated,
+    object_generation,
     read_tracker,
     save,
     take_generation,
     verify,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.core.object_storage import ObjectStore, path_of
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from tests.object_server import FaultyProxy, object_server
@@ -82,6 +84,25 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
     assert read_tracker(root) == 2
     pool.run(save_sharded, 2, str(root / "sharded"), dict(os.environ))
     assert_sharded(root / "sharded", 2, 7.0)
+
+
+def test_copied_from_the_own_disk(root, tmp_path):
+    """An owner that is superseded in the meantime commits nothing."""
+    generation, training = take_generation(root, {}), Training(1, ROWS)
+    nodes = LocalSaver(LocalTier.create(tmp_path), generation, None)
+    drainer, reports = Drainer(), []
+    takeovers = [lambda: None, lambda: take_generation(root, {})]
+    with AsyncSaver() as saver:
+        for iteration, take_over in enumerate(takeovers, 1):
+            pending = partial(nodes.checkpoint, iteration)
+            local = saver.save(training.state(), tmp_path, common=training.common, pending=pending)
+            options = {"generation": generation, "before_writing": take_over}
+            reports.append(drainer.drain(local, root / f"iter_{iteration:07d}", **options).wait())
+    drainer.close()
+    nodes.close()
+    assert reports[0].error is None and reports[1].superseded
+    assert_holds(root / "iter_0000001", 1, ROWS)
+    assert verify(root / "iter_0000001").ok and not is_complete(root / "iter_0000002")
 
 
 def save_sharded(rank, world_size, directory, environment):
@@ -190,6 +211,21 @@ def test_starts_at_the_same_moment_get_different_generations(root):
     assert [generation for generation in taken if generation.is_current()] == [newest]
 
 
+def test_a_slow_start_does_not_take_a_number_that_was_removed_meanwhile(root, monkeypatch):
+    """It has seen no generation; then others take 1 and 2, and the second removes the first."""
+    look = object_generation._newest
+
+    def look_before_the_others(root):
+        monkeypatch.setattr(object_generation, "_newest", look)
+        seen = look(root)
+        assert [take_generation(root, {}).number for _ in range(2)] == [1, 2]
+        return seen
+
+    monkeypatch.setattr(object_generation, "_newest", look_before_the_others)
+    generation = take_generation(root, {})
+    assert generation.number == 3 and generation.is_current()
+
+
 def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
     generation = take_generation(root, {})
     assert save_one(root / "iter_0000001", 1, generation).error is None
@@ -271,69 +307,95 @@ def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
     assert_holds(root / "iter_0000001", 2, ROWS)
 
 
-WRITER = """
-import os, sys, torch
-from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor, is_complete, load, take_generation
+WRITERS = """
+import os, random, signal, sys, threading, torch, traceback
+from megatron.core.dist_checkpointing import *
+from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
+from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.object_storage import path_of
+from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 
 torch.set_num_threads(1)
-root = path_of(sys.argv[1])
-tensors = {"w": torch.zeros(300, 1000), "b": torch.zeros(7)}
-state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
-generation = take_generation(root, {"pid": os.getpid()})
-committed = [int(path.name[5:]) for path in root.glob("iter_*") if is_complete(path)]
-step = max(committed, default=0)
-if step:
-    load(state, root / f"iter_{step:07d}", verify=True)
-    assert (tensors["w"] == step).all() and (tensors["b"] == -step).all(), step
-print("resumed", step, flush=True)
-with AsyncSaver() as saver:
-    while True:
-        step += 1
-        saver.wait_staged()
-        tensors["w"].add_(1)
-        tensors["b"].sub_(1)
-        saver.save(state, root / f"iter_{step:07d}", common={"step": step}, generation=generation,
-                   on_commit=lambda step=step: print("committed", step, flush=True))
-        for report in saver.poll():
-            if report.superseded:
-                sys.exit(3)
-            assert report.error is None, report.error
+dcp_classes()  # takes a second: once, not in every child
+root, starts, rng = path_of(sys.argv[1]), int(sys.argv[2]), random.Random(1)
+
+def train(answers):
+    tensors = {"w": torch.zeros(300, 1000), "b": torch.zeros(7)}
+    state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
+    generation = take_generation(root, {"pid": os.getpid()})
+    retention = Retention(RetentionPolicy(keep_last_n=2), generation)
+    step = max((int(path.name[5:]) for path in root.glob("iter_*") if is_complete(path)), default=0)
+    lineage = Lineage(())
+    if step:
+        load(state, root / f"iter_{step:07d}", verify=True)
+        assert (tensors["w"] == step).all() and (tensors["b"] == -step).all(), step
+        lineage = read_lineage(root / f"iter_{step:07d}")
+    os.write(answers, f"{step}\\n".encode())
+    with AsyncSaver() as saver:
+        while True:
+            step += 1
+            saver.wait_staged()
+            tensors["w"].add_(1)
+            tensors["b"].sub_(1)
+            ours = lineage.descend(generation.number, step)
+
+            def done(step=step, ours=ours):
+                os.write(answers, f"{step}\\n".encode())
+                retention.apply(step, ours, 0.0)
+
+            saver.save(state, root / f"iter_{step:07d}", common={"step": step}, generation=generation,
+                       before_writing=retention.wait, beside={LINEAGE: ours.encode(None)}, on_commit=done)
+            for report in saver.poll():
+                if report.superseded:
+                    return
+                assert report.error is None, report.error
+
+def start():
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, os.fdopen(reading)
+    try:
+        train(writing)
+        os._exit(3)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+last, running = 0, []
+for number in range(starts):
+    child, answers = start()
+    running.append((child, answers))
+    step = int(answers.readline())
+    assert step >= last, (step, last)
+    for _ in range(rng.randrange(1, 3)):
+        last = int(answers.readline())
+    if number % 2:  # the older of the two: it still runs, and has lost the directory
+        assert os.waitstatus_to_exitcode(os.waitpid(running.pop(0)[0], 0)[1]) == 3
+    threading.Event().wait(rng.random() * 0.3)  # any moment of the next save, or of the removals after it
+    if number % 2:
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
+        running.clear()
+print(last)
 """
 
 
-def run_kills(root, kills):
-    """Every second start meets another one that still runs: the older is superseded, or killed."""
-    rng, last, running = random.Random(1), 0, []
-    try:
-        for number in range(kills):
-            command = [sys.executable, "-c", WRITER, str(root)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            running.append(process)
-            word, resumed = process.stdout.readline().split() or ("", process.stderr.read())
-            assert word == "resumed" and int(resumed) >= last, (resumed, last)
-            for _ in range(rng.randrange(1, 3)):
-                last = int(process.stdout.readline().split()[1])
-            if number % 2:
-                older = running.pop(0)
-                errors = older.communicate(timeout=120)[1]
-                assert older.returncode == 3, errors
-            threading.Event().wait(rng.random() * 0.3)  # any moment of the next save
-            if number % 2:
-                process.send_signal(signal.SIGKILL)
-                running.remove(process)
-                process.communicate()
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+def run_kills(root, starts):
+    """Every second start meets another one that still runs: the older is superseded, the newer killed."""
+    command = [sys.executable, "-c", WRITERS, str(root), str(starts)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
     whole = [path for path in root.glob("iter_*") if is_complete(path)]
     assert whole and all(verify(path).ok for path in whole), "0 torn"
-    assert max(int(path.name[5:]) for path in whole) >= last, "0 lost"
+    assert max(int(path.name[5:]) for path in whole) >= int(result.stdout), "0 lost"
+    assert len(whole) <= 4, "what is superfluous is removed"
 
 
 def test_killed_and_superseded_at_any_moment(root):
-    run_kills(root, 2)
+    run_kills(root, 4)
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def failing_rank(rank, size, root, broken):
                 if value == 1 and rank == broken:
                     Fault(monkeypatch, "pwrite", errno.EIO, after=0)
                 handle = saver.save(sharded(rank, size, value), f"{root}/{value}", common={})
-                results.append(handle.wait(60).error)
+                results.append(handle.wait(300).error)
             dist.barrier()
     return results
 

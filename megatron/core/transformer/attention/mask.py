@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.context_parallel import local_positions
+from megatron.core.transformer.attention.context_parallel import local_positions
+from megatron.core.transformer.attention.kernels import Document
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import even_range
 
@@ -32,6 +33,7 @@ class AttentionMask:
             start, stop = even_range(config.num_attention_heads, *heads_over)
             self.slopes = alibi_slopes(config.num_attention_heads)[start:stop]
         self._kept: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._parts: tuple[Tensor, tuple[Document, ...]] | None = None
         self._kept_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
 
     @property
@@ -39,35 +41,50 @@ class AttentionMask:
         """Whether plain causal order is all that does not depend on the data."""
         return self.window is None and self.slopes is None
 
-    def __call__(self, length: int, masked: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """`masked` is `[b, 1, s, s]`, True where attention is forbidden (it includes causal order), or None.
+    def parts(self, documents: Tensor) -> tuple[Document, ...]:
+        """Where the documents of `[b, s]` lie. The layers of a micro batch ask one after the other, and wait once."""
+        if self._parts is None or self._parts[0] is not documents:
+            found = []
+            for sample, row in enumerate(documents):
+                stop = 0
+                for length in torch.unique_consecutive(row, return_counts=True)[1].tolist():
+                    start, stop = stop, stop + length
+                    found.append((slice(sample, sample + 1), slice(None), slice(start, stop)))
+            self._parts = documents, tuple(found)
+        return self._parts[1]
+
+    def __call__(
+        self, length: int, documents: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """`documents` `[b, s]`, if any: a token sees those of the same number.
 
         Returns a bool mask (True: visible) or an additive one in `dtype`, broadcastable to `[b, heads, s, s]`.
         """
-        if masked is None and self.is_causal:
+        if documents is None and self.is_causal:
             return None
         key = (length, dtype, device)
         if key not in self._kept:
             positions = torch.arange(length)
             self._kept[key] = self._fixed(positions, positions, dtype).to(device)
         fixed = self._kept[key]
-        if masked is None:
+        if documents is None:
             return fixed
-        return fixed & ~masked if fixed.dtype == torch.bool else fixed.masked_fill(masked, -torch.inf)
+        others = _others(documents, documents)
+        return fixed & ~others if fixed.dtype == torch.bool else fixed.masked_fill(others, -torch.inf)
 
     def block(
-        self, length: int, cp: Axis, source: int, masked: Tensor | None, dtype: torch.dtype, device: torch.device
+        self, length: int, cp: Axis, source: int, documents: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor | None:
         """Additive mask in `dtype` of this rank's queries and the keys of rank `source`, of sequences of `length`.
 
-        `masked` is `[b, 1, s/cp, s]` or None. None if no query sees any of the keys. What is forbidden is finite: a
+        `documents` are of whole sequences. None if no query sees any of the keys. What is forbidden is finite: a
         query that sees nothing of a block then has a log-sum-exp there, which weighs nothing against any other.
         """
         forbidden = torch.finfo(dtype).min / 2
-        columns = local_positions(length, source, cp.size)
+        rows, columns = (local_positions(length, rank, cp.size) for rank in (cp.rank, source))
         key = (length, source, dtype, device)
         if key not in self._kept_blocks:
-            fixed = self._fixed(local_positions(length, cp.rank, cp.size), columns, dtype)
+            fixed = self._fixed(rows, columns, dtype)
             if fixed.dtype == torch.bool:
                 seen = fixed.any()
                 fixed = torch.zeros(1, 1, *fixed.shape, dtype=dtype).masked_fill(~fixed, forbidden)
@@ -76,9 +93,9 @@ class AttentionMask:
                 fixed = fixed.clamp(min=forbidden)
             self._kept_blocks[key] = fixed.to(device) if seen else None
         kept = self._kept_blocks[key]
-        if masked is None or kept is None:
+        if documents is None or kept is None:
             return kept
-        return kept.masked_fill(masked.index_select(3, columns.to(device)), forbidden)
+        return kept.masked_fill(_others(*(documents[:, p.to(device)] for p in (rows, columns))), forbidden)
 
     def _fixed(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """The part that does not depend on the data, for queries and keys at these positions."""
@@ -91,3 +108,8 @@ class AttentionMask:
         # [1, heads/tp, s, s]: with fewer dimensions attention falls back to a kernel that keeps all probabilities
         bias = self.slopes.view(1, -1, 1, 1) * -distance.float()
         return bias.masked_fill(~visible, -torch.inf).to(dtype)
+
+
+def _others(queries: Tensor, keys: Tensor) -> Tensor:
+    """Where the documents of queries and keys are not the same: `[b, 1, queries, keys]`."""
+    return (queries.unsqueeze(2) != keys.unsqueeze(1)).unsqueeze(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.context_parallel import local_positions
+from megatron.core.transformer.attention.context_parallel import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -113,8 +113,9 @@ class RotaryTables:
             positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
             angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
             cos, sin = ((self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
-            own = angles.squeeze(1).to(device)
-            kernel = partial(self._kernel, angles=own, interleaved=self._interleaved) if self._kernel else None
+            kernel = None
+            if self._kernel is not None:
+                kernel = partial(self._kernel, angles=angles.squeeze(1).to(device), interleaved=self._interleaved)
             self._tables[key] = Rotary(cos, sin, self._interleaved, kernel)
         return self._tables[key]
 

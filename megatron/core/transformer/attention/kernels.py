@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
-_SCORES_AT_ONCE = 1 << 24  # of the plain kernel, in fp32
+SCORES_AT_ONCE = 1 << 24  # of the plain kernel, in fp32
+# The CPU kernel of older versions reads and writes beyond keys with fewer heads than queries, without an error: seen in
+# 2.6 and 2.7, gone in 2.13.
+_CPU_TAKES_GROUPS = torch.__version__ >= "2.13"
 
 
 class Scoring(NamedTuple):
@@ -23,6 +26,10 @@ class Scoring(NamedTuple):
     """A score x becomes softcap * tanh(x / softcap), for which no fused kernel of torch has room."""
 
 
+Document = tuple[slice, slice, slice]
+"""Where a document lies in `[b, heads, s]`."""
+
+
 class Block(NamedTuple):
     """Which of a rank's queries see which keys of another rank (or its own), and how."""
 
@@ -31,20 +38,34 @@ class Block(NamedTuple):
     causal: bool = False
     mask: Tensor | None = None
     """Added to the scores, broadcastable to `[b, heads, rows, columns]`."""
+    documents: tuple[Document, ...] = ()
+    """Those of a rank that has whole sequences: each sees itself alone."""
+
+    def inside(self, document: Document) -> Block:
+        """The block of that document; a mask depends on distances alone."""
+        length, everything = document[2].stop - document[2].start, slice(None)
+        mask = None if self.mask is None else self.mask[..., :length, :length]
+        return Block(everything, everything, self.causal, mask)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
+    if block.documents:
+        output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        for at in block.documents:
+            output[at], sums[at] = attend(query[at], key[at], value[at], block.inside(at), scoring)
+        return output, sums
     if scoring.softcap is not None:
         return _attend_capped(query, key, value, block, scoring)
     scale = scoring.scale
+    if not _takes_groups(query, block):
+        key, value = (_per_head(x, query) for x in (key, value))
     if query.device.type != "cuda":
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, block.causal, attn_mask=block.mask, scale=scale
         )
     if _takes_flash(query, block):
         return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
-    key, value = (_per_head(x, query) for x in (key, value))
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
         query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
     )
@@ -62,40 +83,48 @@ def attend_backward(
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
+    if block.documents:
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for at in block.documents:
+            do, q, k, v, o, sums = (x[at] for x in (dout, query, key, value, out, lse))
+            parts = attend_backward(do, q, k, v, o, sums, block.inside(at), scoring)
+            for whole, part in zip(gradients, parts, strict=True):
+                whole[at] = part
+        return gradients
     if scoring.softcap is not None:
         return _attend_capped_backward(dout, query, key, value, out, lse, block, scoring)
-    scale = scoring.scale
+    groups = key.shape[1]
+    if not _takes_groups(query, block):
+        key, value = (_per_head(x, query) for x in (key, value))
+    dq, dk, dv = _fused_backward(dout, query, key, value, out, lse, block, scoring.scale)
+    if dk.shape[1] != groups:
+        dk, dv = (grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
+    return dq, dk, dv
+
+
+def _fused_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     if query.device.type != "cuda":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, query, key, value, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale
         )
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     if _takes_flash(query, block):
-        lengths = (query.shape[2], key.shape[2])
         return _aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            *lengths,
-            0.0,
-            block.causal,
-            no_dropout,
-            no_dropout,
-            scale=scale,
-        )
-    groups = key.shape[1]
-    key, value = (_per_head(x, query) for x in (key, value))
+            dout, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, block.causal,
+            no_dropout, no_dropout, scale=scale,
+        )  # fmt: skip
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows as the kernel pads them
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    return _aten._scaled_dot_product_efficient_attention_backward(
         dout, query, key, value, _aligned(block.mask, query, key), out, lse, no_dropout[0], no_dropout[1], 0.0,
         [True, True, True, False], block.causal, scale=scale,
-    )  # fmt: skip
-    return dq, *(grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
+    )[:3]  # fmt: skip
+
+
+def _takes_groups(query: Tensor, block: Block) -> bool:
+    """Whether keys may have fewer heads than queries."""
+    return _takes_flash(query, block) if query.device.type == "cuda" else _CPU_TAKES_GROUPS
 
 
 def _takes_flash(query: Tensor, block: Block) -> bool:
@@ -103,8 +132,9 @@ def _takes_flash(query: Tensor, block: Block) -> bool:
 
 
 def _per_head(x: Tensor, query: Tensor) -> Tensor:
-    """A copy of keys or values for every query head."""
-    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+    """Keys or values, a copy for every query head."""
+    times = query.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
 def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -125,7 +155,7 @@ def _capped_scores(
     assert scoring.softcap is not None
     cap, length, columns = scoring.softcap, query.shape[2], key.shape[2]
     scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
-    step = max(1, _SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * columns))
+    step = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * columns))
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         seen = slice(0, rows.stop if block.causal else columns)

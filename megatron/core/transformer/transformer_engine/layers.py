@@ -23,12 +23,13 @@ from megatron.core import tensor_parallel
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, column_parallel
-from megatron.core.transformer.core_attention import CoreAttention
+from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
-from megatron.core.transformer.te_engine import STEP, Engine, TEPrecision, WithScales
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_engine.engine import STEP, Engine, TEPrecision, WithScales
 
 
 def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[str, Any]:
@@ -111,14 +112,19 @@ def te_checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: A
 
 
 class TECoreAttention(CoreAttention):
-    """`te.DotProductAttention`. What documents there are it is told by their first positions, in place of a mask."""
+    """`te.DotProductAttention`. What documents there are it is told by their first positions, in place of a mask.
+
+    Where scores are capped or have a sink the local class computes.
+    """
 
     checkpoint = staticmethod(te_checkpoint)
 
-    def __init__(self, config: TransformerConfig, *, tp: Axis, rng: TensorParallelRng, **options: Any) -> None:
-        super().__init__(config, tp=tp, rng=rng, **options)
-        split_over, heads_over = self.cp.attention_axis, tp.size * self.cp.head_axis.size
+    def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
+        super().__init__(config, place, **options)
+        split_over, heads_over = self.cp.attention_axis, place.tp.size * self.cp.head_axis.size
         self.window = self.mask.window
+        if config.attends_in_blocks:
+            return
         self.module = te.DotProductAttention(
             config.num_attention_heads // heads_over,
             config.core_head_dim,
@@ -132,17 +138,19 @@ class TECoreAttention(CoreAttention):
             cp_comm_type=self.cp.comm_type,
         )
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        if self.config.attends_in_blocks:
+            return super()._attend(query, key, value, documents)
         length, batch = query.shape[:2]
         q, k, v = (x.flatten(2, 3) for x in (query, key, value))  # [s, b, heads/tp, d]
         options: dict[str, Any] = {"window_size": self.window}
         if self.mask.slopes is not None:
             options |= {"core_attention_bias_type": "alibi", "alibi_slopes": self.mask.slopes.to(q.device)}
         with self.rng.fork() if self.config.attention_dropout and self.training else nullcontext():
-            if attention_mask is None:
+            if documents is None:
                 whole: Tensor = self.module(q, k, v, qkv_format="sbhd", attn_mask_type="causal", **options)
                 return whole
-            starts = document_starts(attention_mask)
+            starts = document_starts(documents)
             options |= {
                 "cu_seqlens_q": starts,
                 "cu_seqlens_kv": starts,
@@ -160,16 +168,12 @@ def _cp_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def document_starts(attention_mask: Tensor) -> Tensor:
-    """Where documents begin in the sequences `[b s]` one after the other, and the end: int32.
-
-    `attention_mask` `[b, 1, s, s]` is True where attention is forbidden, between documents and to what comes later.
-    """
-    batch, _, length, _ = attention_mask.shape
-    begins = attention_mask.new_ones(batch, length)
-    begins[:, 1:] = attention_mask[:, 0].diagonal(-1, 1, 2)  # the token before is of another document
+def document_starts(documents: Tensor) -> Tensor:
+    """Where documents `[b, s]` begin in the sequences `[b s]` one after the other, and the end: int32."""
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents.diff() != 0
     first = begins.flatten().nonzero().flatten()
-    return torch.cat((first, first.new_tensor([batch * length]))).int()
+    return torch.cat((first, first.new_tensor([documents.numel()]))).int()
 
 
 class TEGroupedLinear(GroupedLinear, WithScales):
@@ -182,7 +186,7 @@ class TEGroupedLinear(GroupedLinear, WithScales):
         self.engine = Engine(self, te.GroupedLinear, *sizes, bias=False, params_dtype=self.weight.dtype)
         self._padding = (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)) if config.fp8 is not None else None
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def project(self, x: Tensor, counts: Tensor) -> Tensor:
         self._bind()
         splits = counts.tolist()
         if self._padding is None:

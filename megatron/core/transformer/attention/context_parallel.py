@@ -53,15 +53,11 @@ class ContextParallel:
         return self.axis if self.comm_type == "a2a" else Axis()
 
     def part_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's positions of `[b, s]` tensors, and its queries of an `attention_mask` `[b, 1, s, s]`."""
+        """This rank's positions of `[b, s]` tensors; `documents` stay whole, for the keys of all ranks."""
         if self.axis.size == 1:
             return dict(batch)
-        part = {}
-        for key, tensor in batch.items():
-            axis, dim = (self.attention_axis, 2) if key == "attention_mask" else (self.axis, 1)
-            positions = local_positions(tensor.shape[dim], axis.rank, axis.size)
-            part[key] = tensor.index_select(dim, positions) if axis.size > 1 else tensor
-        return part
+        positions = local_positions(next(iter(batch.values())).shape[1], self.axis.rank, self.axis.size)
+        return {key: x if key == "documents" else x.index_select(1, positions) for key, x in batch.items()}
 
     def to_heads(self, x: Tensor) -> Tensor:
         """`[s/cp, b, groups, ...]` of all heads to `[s, b, groups/cp, ...]` with a2a, positions in their order."""

@@ -8,7 +8,7 @@ kept for the backward pass: keys and values are exchanged again, and their gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import start_sequence_all_gather, start_sequence_reduce_scatter
-from megatron.core.transformer.attention_kernels import Block, Scoring, attend, attend_backward
-from megatron.core.transformer.attention_mask import AttentionMask
+from megatron.core.transformer.attention.kernels import Block, Scoring, attend, attend_backward
+from megatron.core.transformer.attention.mask import AttentionMask
 
 
 @torch._disable_dynamo  # torch.compiler.disable without importing the compiler, which takes as long as torch itself
@@ -27,17 +27,20 @@ def blockwise_attention(
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    masked: Tensor | None,
+    documents: Tensor | None,
     cp: Axis,
     comm_type: str,
     scoring: Scoring,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the local queries `[b, heads, s/cp, d]` to the keys `[b, groups, s/cp, d]` of all ranks.
 
-    `masked` `[b, 1, s/cp, s]` is True where attention is forbidden, or None. Returns the shape of `query`.
+    With `documents` `[b, s]`, of whole sequences, a token sees those of the same number. `sink` `[heads]` fp32: one
+    more score of every query, with a value of zero. Returns the shape of `query`.
     """
     exchange = _EXCHANGES[comm_type if cp.size > 1 else "all_gather"]  # which does nothing with one rank
-    context: Tensor = _BlockwiseAttention.apply(query, torch.stack((key, value)), mask, masked, cp, exchange, scoring)
+    mine = torch.stack((key, value))
+    context: Tensor = _BlockwiseAttention.apply(query, mine, sink, mask, documents, cp, exchange, scoring)
     return context
 
 
@@ -47,15 +50,16 @@ class _BlockwiseAttention(torch.autograd.Function):
         ctx: Any,
         query: Tensor,
         mine: Tensor,
+        sink: Tensor | None,
         mask: AttentionMask,
-        masked: Tensor | None,
+        documents: Tensor | None,
         cp: Axis,
-        exchange: _Exchange,
+        make_exchange: Callable[[Axis], _Exchange],
         scoring: Scoring,
     ) -> Tensor:
         out = lse = query.new_empty(0)
-        for source, (key, value) in exchange.fetch(mine, cp):
-            block = _block(query, source, mask, masked, cp)
+        for source, (key, value) in make_exchange(cp).fetch(mine):
+            block = _block(query, source, mask, documents, cp)
             if block is None:
                 continue
             rows, columns = block.rows, block.columns
@@ -65,19 +69,22 @@ class _BlockwiseAttention(torch.autograd.Function):
                 continue
             out[:, :, rows].lerp_(part.float(), torch.sigmoid(part_lse - lse[:, :, rows]).unsqueeze(-1))
             lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], part_lse)
+        if sink is not None:  # a block of its own, whose output is zero: the others weigh less
+            of_keys, lse = lse, torch.logaddexp(lse, sink.view(-1, 1))
+            out = out * (of_keys - lse).exp_().unsqueeze(-1)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, mine, out, lse, masked)
-        ctx.mask, ctx.cp, ctx.exchange, ctx.scoring = mask, cp, exchange, scoring
+        ctx.save_for_backward(query, mine, sink, out, lse)
+        ctx.documents, ctx.mask, ctx.cp, ctx.make_exchange, ctx.scoring = documents, mask, cp, make_exchange, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, mine, out, lse, masked = ctx.saved_tensors
+        query, mine, sink, out, lse = ctx.saved_tensors
         dquery = torch.zeros_like(query, dtype=torch.float32)
-        returned = ctx.exchange.give_back(ctx.cp)
-        for source, (key, value) in ctx.exchange.fetch(mine, ctx.cp):
+        exchange = ctx.make_exchange(ctx.cp)
+        for source, (key, value) in exchange.fetch(mine):
             gradient = torch.zeros_like(mine)
-            block = _block(query, source, ctx.mask, masked, ctx.cp)
+            block = _block(query, source, ctx.mask, ctx.documents, ctx.cp)
             if block is not None:
                 rows, columns = block.rows, block.columns
                 q, do, o, logs = (x[:, :, rows] for x in (query, dout, out, lse))
@@ -85,19 +92,29 @@ class _BlockwiseAttention(torch.autograd.Function):
                 dq, dk, dv = attend_backward(do, q, k, v, o, logs, block, ctx.scoring)
                 dquery[:, :, rows] += dq
                 gradient[0, :, :, columns], gradient[1, :, :, columns] = dk, dv
-            returned.add(source, gradient)
-        return dquery.to(query.dtype), returned.finish(), None, None, None, None, None
+            exchange.add(source, gradient)
+        dsink = None if sink is None else _sink_gradient(sink, dout, out, lse)
+        return dquery.to(query.dtype), exchange.finish(), dsink, None, None, None, None, None
 
 
-def _block(query: Tensor, source: int, mask: AttentionMask, masked: Tensor | None, cp: Axis) -> Block | None:
+def _sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Softmax's gradient p (dp - sum of p dp), where dp is zero and the sum over the keys is that of `dout * out`."""
+    probability = (sink.view(-1, 1) - lse).exp_()  # [b, heads, s]
+    return probability.mul_((dout.float() * out).sum(-1)).sum((0, 2)).neg_()
+
+
+def _block(query: Tensor, source: int, mask: AttentionMask, documents: Tensor | None, cp: Axis) -> Block | None:
     """The queries of this rank and the keys of rank `source`; None where no query sees any of them.
 
     In causal order the chunks r and 2 CP - 1 - r of a rank see, of another rank with chunks j and 2 CP - 1 - j: for
     j < r both the first, for j > r the second chunk both.
     """
     length, everything = query.shape[2], slice(None)
-    if masked is not None or not mask.is_causal:
-        added = mask.block(length * cp.size, cp, source, masked, query.dtype, query.device)
+    if cp.size == 1 and documents is not None:  # each by itself: no mask of `[s, s]` for every sample
+        added = None if mask.is_causal else mask.block(length, cp, source, None, query.dtype, query.device)
+        return Block(everything, everything, added is None, added, mask.parts(documents))
+    if documents is not None or not mask.is_causal:
+        added = mask.block(length * cp.size, cp, source, documents, query.dtype, query.device)
         return None if added is None else Block(everything, everything, mask=added)
     if source == cp.rank:
         return Block(everything, everything, causal=True)
@@ -127,8 +144,11 @@ class _Shift:
         return self._received
 
 
-class _Returned(Protocol):
-    """Sums the contributions of all ranks to every rank's gradient."""
+class _Exchange(Protocol):
+    """How keys and values get to other ranks, and their gradients back; made for one pass."""
+
+    def fetch(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, its tensor) of all ranks, `mine` first; the next is under way while one is used."""
 
     def add(self, source: int, gradient: Tensor) -> None:
         """This rank's contribution to the gradient of `source`; in the order of `fetch`."""
@@ -137,70 +157,53 @@ class _Returned(Protocol):
         """The sum of all contributions to this rank's gradient."""
 
 
-class _Exchange(Protocol):
-    """How keys and values get to other ranks, and their gradients back."""
-
-    def fetch(self, mine: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its tensor) of all ranks, `mine` first; the next is under way while one is used."""
-
-    def give_back(self, cp: Axis) -> _Returned: ...
-
-
 class _Ring:
     """The tensors go around a ring, and gradients one step behind them."""
 
-    def fetch(self, mine: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
-        held = mine
+    def __init__(self, cp: Axis) -> None:
+        self._cp = cp
+        self._gradient: _Shift | None = None
+
+    def fetch(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        cp, held = self._cp, mine
         for step in range(cp.size - 1):
             shift = _Shift(held, cp)
             yield (cp.rank - step) % cp.size, held
             held = shift.wait()
         yield (cp.rank + 1) % cp.size, held
 
-    def give_back(self, cp: Axis) -> _Returned:
-        return _RingSum(cp)
-
-
-class _RingSum:
-    def __init__(self, cp: Axis) -> None:
-        self._cp = cp
-        self._shift: _Shift | None = None
-
     def add(self, source: int, gradient: Tensor) -> None:
-        if self._shift is not None:
-            gradient += self._shift.wait()  # what the ranks before have added for the same source
-        self._shift = _Shift(gradient, self._cp)
+        # The sum for `source` has arrived from the rank before, which has added its part and all those before it.
+        if self._gradient is not None:
+            gradient += self._gradient.wait()
+        self._gradient = _Shift(gradient, self._cp)
 
     def finish(self) -> Tensor:
-        assert self._shift is not None
-        return self._shift.wait()
+        assert self._gradient is not None
+        return self._gradient.wait()
 
 
 class _AllGather:
     """All tensors are gathered at once, and all gradients scattered."""
 
-    def fetch(self, mine: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
+    def __init__(self, cp: Axis) -> None:
+        self._cp = cp
+        self._gradients: dict[int, Tensor] = {}
+
+    def fetch(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        cp = self._cp
         gathering = start_sequence_all_gather(mine, cp)
         yield cp.rank, mine
         parts = gathering.wait().chunk(cp.size)
         for source in (*range(cp.rank), *range(cp.rank + 1, cp.size)):
             yield source, parts[source]
 
-    def give_back(self, cp: Axis) -> _Returned:
-        return _ScatterSum(cp)
-
-
-class _ScatterSum:
-    def __init__(self, cp: Axis) -> None:
-        self._cp = cp
-        self._parts: dict[int, Tensor] = {}
-
     def add(self, source: int, gradient: Tensor) -> None:
-        self._parts[source] = gradient
+        self._gradients[source] = gradient
 
     def finish(self) -> Tensor:
-        whole = torch.cat([self._parts[source] for source in range(self._cp.size)])
+        whole = torch.cat([self._gradients[source] for source in range(self._cp.size)])
         return start_sequence_reduce_scatter(whole, self._cp).wait()
 
 
-_EXCHANGES: dict[str, _Exchange] = {"p2p": _Ring(), "all_gather": _AllGather()}
+_EXCHANGES: dict[str, Callable[[Axis], _Exchange]] = {"p2p": _Ring, "all_gather": _AllGather}

@@ -1,0 +1,82 @@
+"""All benchmarks, one after the other, and their output into docs/benchmarks.md (`make bench`).
+
+The page has a block for each of them, between `<!-- begin NAME -->` and `<!-- end NAME -->`: command, date, commit and
+machine, then what the command printed. A benchmark that fails leaves its block as it was, and the exit code says so.
+Half an hour on an idle machine; figures from a busy one are worth nothing.
+
+    python benchmarks/run_all.py                          # or: make bench
+    python benchmarks/run_all.py --only startup,checkpoint
+    python benchmarks/run_all.py --megatron-core-python PATH    # with megatron-core as a peer of training
+"""
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/benchmarks.md"
+PEER = "--megatron-core-python"
+COMMANDS = {
+    "training": "benchmarks/training.py --layouts",
+    "experts": "benchmarks/training.py --moe",
+    "context": "benchmarks/training.py --context 4096",
+    "step": "benchmarks/step_profile.py",
+    "startup": "benchmarks/startup.py",
+    "preprocessing": "benchmarks/preprocessing.py",
+    "checkpoint": "benchmarks/checkpoint.py",
+    "flatness": "benchmarks/checkpoint.py --flatness",
+    "planning": "benchmarks/checkpoint_planning.py",
+    "commit": "benchmarks/checkpoint_commit.py",
+    "conversion": "benchmarks/conversion.py",
+    "tiers": "benchmarks/tiers.py",
+}
+
+
+def block_of(command: str, output: str) -> str:
+    """What stands between the two comments."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    where = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    return f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, {where}:\n\n```text\n{output.strip()}\n```\n"
+
+
+def replace_block(page: str, name: str, content: str) -> str:
+    """Raises ValueError if the page has no such block."""
+    pattern = re.compile(rf"(?<=<!-- begin {re.escape(name)} -->\n).*?(?=<!-- end {re.escape(name)} -->)", re.DOTALL)
+    if not pattern.search(page):
+        raise ValueError(f"the page has no block {name!r}: it needs <!-- begin {name} --> and <!-- end {name} -->")
+    return pattern.sub(lambda _: content, page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some of them")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument(PEER, help="its interpreter, with megatron-core 0.16.1")
+    args = parser.parse_args()
+    unknown = sorted(set(args.only) - COMMANDS.keys())
+    if unknown:
+        parser.error(f"--only {','.join(unknown)}: the benchmarks are {', '.join(COMMANDS)}")
+    failed = []
+    for number, name in enumerate(args.only, 1):
+        command = COMMANDS[name]
+        takes_peer = args.megatron_core_python and command.startswith("benchmarks/training.py")
+        peer = [PEER, args.megatron_core_python] if takes_peer else []
+        began = time.monotonic()
+        print(f"[{number}/{len(args.only)}] {name}: python {command}", file=sys.stderr, flush=True)
+        run = subprocess.run([sys.executable, *command.split(), *peer], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if run.returncode:
+            failed.append(name)
+            print(f"    failed with exit code {run.returncode}: its block stays", file=sys.stderr, flush=True)
+            continue
+        print(f"    {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        args.page.write_text(replace_block(args.page.read_text(), name, block_of(command, run.stdout)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What the tools do without importing torch, which is most of their time to start."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.conversion.convert import READERS, WRITERS
+from megatron.conversion.deepspeed import files
+from megatron.conversion.formats import FORMATS, STYLES
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
+from megatron.core.dist_checkpointing.format.metadata import itemsize
+from tests import ROOT
+
+LLAMA = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
+CONVERT, INSPECT = "tools/checkpoint/convert.py", "tools/checkpoint/inspect.py/__main__.py"
+# Runs the script as `python script` does, then says whether torch was imported.
+CODE = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("TORCH" if "torch" in sys.modules else "NO TORCH")
+"""
+
+
+def run(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *map(str, words)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((CONVERT, "--help"), "--target-tensor-parallel-size"),
+        ((CONVERT, "--saver", "zip", "--load-dir", "a", "--save-dir", "b"), "invalid choice"),
+        ((CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layrs", "2"), "mean --num-layers"),
+        (
+            (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layers", "x"),
+            "'x' is not an integer",
+        ),
+        ((INSPECT, "--help"), "what a checkpoint holds"),
+        ((INSPECT, "show", "/nowhere"), "holds no checkpoint in a known format"),
+        ((INSPECT, "show", LLAMA / "torch_dist_fully_reshardable"), "output_layer.weight"),
+        ((INSPECT, "show", LLAMA / "torch_dist_dp_reshardable", "--json"), '"params_dtype": "torch.float32"'),
+    ],
+)
+def test_torch_is_not_imported(words, said):
+    output = run(*words)
+    assert said in output and "NO TORCH" in output, output
+
+
+def test_show_of_what_we_save_needs_no_torch(tmp_path):
+    """Its `.metadata` has an index, and entries that are read one by one."""
+    state = {"weight": ShardedTensor.replicated("weight", torch.zeros(4, 3, dtype=torch.bfloat16))}
+    save(state, tmp_path / "iter_0000003", common={"iteration": 3})
+    write_tracker(tmp_path, 3)
+    output = run(INSPECT, "show", tmp_path)
+    assert "bfloat16" in output and "24 B" in output and "NO TORCH" in output, output
+
+
+def test_other_formats_need_torch():
+    assert "NO TORCH" not in run(INSPECT, "show", LLAMA / "legacy")
+
+
+def test_choices_are_those_of_the_tables():
+    assert [*READERS] == [*WRITERS] == [*FORMATS] and [*files.STYLES] == [*STYLES]
+
+
+def test_sizes_of_dtypes_follow_from_their_names():
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype}
+    assert {name: itemsize(name) for name in dtypes} == {name: dtype.itemsize for name, dtype in dtypes.items()}
+
+
+def test_the_names_of_dist_checkpointing_are_there():
+    source = (ROOT / "megatron/core/dist_checkpointing/__init__.py").read_text()
+    imported = source.partition("if TYPE_CHECKING:")[2].partition("else:")[0]
+    words = {word.strip(",()") for line in imported.split("\n") for word in line.partition("import ")[2].split()}
+    words |= {line.strip().strip(",") for line in imported.split("\n") if line.startswith("        ")}
+    assert len(words) > 40 and all(hasattr(dist_checkpointing, word) for word in words - {""})
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        dist_checkpointing.nothing  # noqa: B018
