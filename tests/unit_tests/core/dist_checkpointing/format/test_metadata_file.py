@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.format.metadata import (
     ChunkTable,
     Location,
     StoredTensor,
-    decode_dcp,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import decode_metadata, encode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import decode_dcp, decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
