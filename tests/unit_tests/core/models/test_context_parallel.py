@@ -52,6 +52,7 @@ CASES = {  # what changes, and whether documents are masked
     ),
 }  # fmt: skip
 WAYS = ["p2p", "all_gather", "a2a"]
+MIXED = ["a2a", "p2p"]  # one for each layer
 
 
 def batch(documents):
@@ -106,7 +107,7 @@ def close(got, expected, what):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5, msg=lambda message: f"{what}: {message}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, MIXED])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_losses_and_gradients_are_those_of_whole_sequences(pool, of_whole_sequences, way, cp):
     held = []
