@@ -158,7 +158,7 @@ def measure_loads(rank, size, training, root, turns):
         load(training.state, local.directory)
         local.close()
         results["from the copies"]["read, exchange and verify, s"].append(time.perf_counter() - started)
-        results["from the copies"]["of it exchange, on node 1, s"].append(slowest(sum(exchange)))
+        results["from the copies"]["of it exchange, on node 1, s"].append(slowest(sum(exchange, 0.0)))
         dist.barrier()
         started = time.perf_counter()
         load(training.state, root / "persistent", verify=True)

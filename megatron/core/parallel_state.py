@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.lazy_import import lazy_module
 from megatron.core.utils import flag
@@ -59,13 +59,17 @@ class ParallelConfig:
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
     context_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which every sequence is split."""
-    cp_comm_type: str = flag("p2p", choices=("p2p", "all_gather", "a2a"))
+    cp_comm_type: list[str] = flag(("p2p",), choices=("p2p", "all_gather", "a2a"))
     """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
-    (all_gather), or by exchanging positions for heads (a2a)."""
+    (all_gather), or by exchanging positions for heads (a2a). One for all layers, or one for each."""
     expert_model_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, positive=True)
     """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
+
+    def __post_init__(self) -> None:
+        ways: Any = self.cp_comm_type
+        object.__setattr__(self, "cp_comm_type", [ways] if isinstance(ways, str) else list(ways))
 
     @property
     def tp_size(self) -> int:
@@ -78,6 +82,10 @@ class ParallelConfig:
     @property
     def cp_size(self) -> int:
         return self.context_parallel_size
+
+    def cp_comm_type_of(self, number: int) -> str:
+        """How layer `number` attends."""
+        return self.cp_comm_type[number if len(self.cp_comm_type) > 1 else 0]
 
     @property
     def vpp_size(self) -> int:

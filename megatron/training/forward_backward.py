@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from megatron.training.run import Loss, Run
 
 
 class MicrobatchFeed:
-    """The micro batches of one iteration on the device: each is fetched once and kept until its last chunk used it."""
+    """The micro batches of one iteration on the device: each is fetched once and kept until its last chunk used it.
 
-    def __init__(self, batches: Iterator[Batch] | None, run: Run) -> None:
-        self._batches = batches
-        self._device = run.device
-        self._users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
+    `documents` stay on the host: where they begin and end decides what attention launches, and the device, asked for
+    it, would first have to finish all that it was given.
+    """
+
+    def __init__(self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]) -> None:
+        """`users`: the chunks that need any of a batch."""
+        self._batches, self._device, self._users = batches, device, users
         self._held: dict[int, Batch] = {}
 
     def __call__(self, chunk: int, microbatch: int) -> Batch:
@@ -32,7 +35,9 @@ class MicrobatchFeed:
         if chunk == self._users[0]:  # the chunks see micro batches in the same order, the first one before the others
             assert self._batches is not None
             batch = next(self._batches)
-            self._held[microbatch] = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
+            self._held[microbatch] = {
+                key: x if key == "documents" else x.to(self._device, non_blocking=True) for key, x in batch.items()
+            }
         return self._held.pop(microbatch) if chunk == self._users[-1] else self._held[microbatch]
 
 
@@ -48,7 +53,9 @@ def forward_backward(
     Megatron-LM. Nothing is read back from the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
-    forward_step = _make_forward_step(run, MicrobatchFeed(batches, run), num_microbatches, totals)
+    users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
+    feed = MicrobatchFeed(batches, run.device, users)
+    forward_step = _make_forward_step(run, feed, num_microbatches, totals)
     # Gradients accumulate locally; only the last backward pass of each chunk starts their reduction.
     for chunk in run.chunks:
         chunk.require_sync = False

@@ -66,8 +66,11 @@ class MegatronOptimizer:
         self.grad_scaler = GradScaler(config, fp16)
         layouts: dict[nn.Parameter, MatrixLayout] = {}
         if config.optimizer == "muon":
+            of_shards = (s.bucket.params for s in self.shards if s.bucket.plan.group.is_matrix)
+            matrices = {param for params in of_shards for param in params}
             for chunk in chunks:
-                layouts |= matrix_layouts(chunk.sharded_state_dict(), config.muon_split_qkv, ps.tp, ps.etp)
+                state = chunk.sharded_state_dict()
+                layouts |= matrix_layouts(state, matrices, config.muon_split_qkv, ps.tp, ps.etp)
         self._rule = make_update_rule(self.shards, config, layouts)
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)

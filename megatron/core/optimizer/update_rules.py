@@ -13,7 +13,7 @@ parallelism. Each expert has matrices of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -202,18 +202,18 @@ class MatrixLayout:
 
 
 def matrix_layouts(
-    model_state: ShardedStateDict, split_qkv: bool, tp: Axis, etp: Axis
+    model_state: ShardedStateDict, matrices: Collection[nn.Parameter], split_qkv: bool, tp: Axis, etp: Axis
 ) -> dict[nn.Parameter, MatrixLayout]:
-    """The layouts of all matrices of a rank, from the layers' own definition of their sharding."""
+    """The layouts of a rank's `matrices`, from the layers' own definition of their sharding."""
     layouts = {}
     for entry in model_state.values():
         if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
             continue
+        if entry.local not in matrices:
+            continue
         info, local, whole = param_info(entry.local), entry.local.shape[-2:], entry.global_shape[-2:]
-        if len(entry.global_shape) > 1:
-            split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
-            blocks = info.row_blocks if split_qkv else ()
-            layouts[entry.local] = MatrixLayout(split, etp if info.expert else tp, blocks)
+        split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
+        layouts[entry.local] = MatrixLayout(split, etp if info.expert else tp, info.row_blocks if split_qkv else ())
     return layouts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -114,10 +115,15 @@ class _KeepsInput(torch.autograd.Function):
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """What the MLPs of a model compute between their matrices."""
+    """What the MLPs of a model compute between their matrices; one object for all of them (see `TransformerLayer`)."""
     if not config.quick_geglu:
         return _ACTIVATIONS[config.activation]
-    function = partial(_quick_geglu, offset=config.glu_linear_offset, clamp=config.activation_func_clamp_value)
+    return _quick_geglu_of(config.glu_linear_offset, config.activation_func_clamp_value)
+
+
+@functools.cache
+def _quick_geglu_of(offset: float, clamp: float | None) -> Callable[[Tensor], Tensor]:
+    function = partial(_quick_geglu, offset=offset, clamp=clamp)
     return lambda x: function(x) if torch.compiler.is_compiling() else _KeepsInput.apply(x, function)
 
 

@@ -404,10 +404,11 @@ class LayerKind(NamedTuple):
 
     experts: bool = False
     window: bool = False
+    cp_comm_type: str = "p2p"
 
     @classmethod
-    def of(cls, model: TransformerConfig, number: int) -> LayerKind:
-        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]))
+    def of(cls, model: TransformerConfig, number: int, cp_comm_type: str = "p2p") -> LayerKind:
+        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]), cp_comm_type)
 
 
 # The same model, whatever computed it: its shapes alone are wanted.

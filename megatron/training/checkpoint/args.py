@@ -41,7 +41,6 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
     namespace = argparse.Namespace(**with_asked_for(flags))
     for name, megatron_name in MEGATRON_NAMES.items():
         setattr(namespace, megatron_name, flags[name])
-    namespace.cp_comm_type = [flags["cp_comm_type"]]  # Megatron-LM has one for all layers or one for each
     for name, value in derived.items():
         setattr(namespace, name, value)
     if flags["null_tokenizer_eod_id"] is None:

@@ -178,7 +178,8 @@ def layout_name(config: Config, world_size: int) -> str:
     chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
     options = [", sequence parallel"] * parallel.sequence_parallel
     options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
-    context = f" x CP {parallel.cp_size} ({parallel.cp_comm_type})" if parallel.cp_size > 1 else ""
+    ways = "/".join(dict.fromkeys(parallel.cp_comm_type))
+    context = f" x CP {parallel.cp_size} ({ways})" if parallel.cp_size > 1 else ""
     sizes = f"TP {parallel.tp_size}{context} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
     if parallel.splits_experts:
         sizes += f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {parallel.edp_size(world_size)}"

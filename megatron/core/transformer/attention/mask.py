@@ -42,10 +42,10 @@ class AttentionMask:
         return self.window is None and self.slopes is None
 
     def parts(self, documents: Tensor) -> tuple[Document, ...]:
-        """Where the documents of `[b, s]` lie. The layers of a micro batch ask one after the other, and wait once."""
+        """Where the documents of `[b, s]` lie. The layers of a micro batch ask one after the other, for one answer."""
         if self._parts is None or self._parts[0] is not documents:
             found = []
-            for sample, row in enumerate(documents):
+            for sample, row in enumerate(documents.cpu()):  # no copy of what is on the host, as a run has it
                 stop = 0
                 for length in torch.unique_consecutive(row, return_counts=True)[1].tolist():
                     start, stop = stop, stop + length
@@ -69,6 +69,7 @@ class AttentionMask:
         fixed = self._kept[key]
         if documents is None:
             return fixed
+        documents = documents.to(device, non_blocking=True)
         others = _others(documents, documents)
         return fixed & ~others if fixed.dtype == torch.bool else fixed.masked_fill(others, -torch.inf)
 
@@ -95,7 +96,8 @@ class AttentionMask:
         kept = self._kept_blocks[key]
         if documents is None or kept is None:
             return kept
-        return kept.masked_fill(_others(*(documents[:, p.to(device)] for p in (rows, columns))), forbidden)
+        parts = (documents[:, positions.to(documents.device)] for positions in (rows, columns))
+        return kept.masked_fill(_others(*(part.to(device, non_blocking=True) for part in parts)), forbidden)
 
     def _fixed(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """The part that does not depend on the data, for queries and keys at these positions."""

@@ -150,7 +150,7 @@ class TECoreAttention(CoreAttention):
             if documents is None:
                 whole: Tensor = self.module(q, k, v, qkv_format="sbhd", attn_mask_type="causal", **options)
                 return whole
-            starts = document_starts(documents)
+            starts = document_starts(documents).to(q.device, non_blocking=True)
             options |= {
                 "cu_seqlens_q": starts,
                 "cu_seqlens_kv": starts,

@@ -1,5 +1,7 @@
 """Layers with experts: routing, losses and gradients are those of Megatron-LM and of transformers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,11 @@ import torch.nn.functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.conversion.model_space.rank_layout import local_name
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
-from megatron.core.parallel_state import ExpertAxes, ParallelConfig, ParallelState
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.update_rules import matrix_layouts
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
@@ -17,6 +22,7 @@ from megatron.core.transformer.moe.permutation import Permutation
 from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, sinkhorn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
+from tests.compare import assert_same
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
 BASE = {
@@ -229,6 +235,53 @@ def test_the_expert_bias_follows_the_load():
     router(torch.ones(8, 16), 2).probs.sum().backward()
     finish_step([router])  # all of the load was the first expert's
     torch.testing.assert_close(router.expert_bias, torch.tensor([0.299, 0.201, 0.101, 0.001]))
+
+
+def biases_after_steps(rank, world_size, ddp, **optimizer):
+    """Of experts, after steps with gradients that each rank makes from (name, step)."""
+    parallel = ParallelConfig(expert_model_parallel_size=world_size)
+    ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
+    model = GPTModel(config_of(add_bias_linear=True), experts=ps.expert_axes)
+    model.initialize(seed=5)
+    params = dict(model.named_parameters())
+    biases = {name: param for name, param in params.items() if ".experts." in name and name.endswith(".bias")}
+    for param in biases.values():
+        param.data.fill_(1.0)
+    chunk = DistributedDataParallel(model, DistributedDataParallelConfig(**ddp), ps.dp_cp, ps.edp)
+    optimizer = MegatronOptimizer([chunk], OptimizerConfig(lr=0.1, clip_grad=0.0, **optimizer), ps)
+    for step in range(2):
+        for name, param in params.items():
+            if param.requires_grad:
+                seed = step * 1000 + sum(map(ord, name))
+                param.main_grad.normal_(generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+    chunk.finish_param_sync()
+    return {name: param.detach() for name, param in biases.items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_biases_of_experts_are_no_matrices(pool, world_size, sharded):
+    """They are `[experts, n]`, and have no weight decay; Muon leaves them to Adam."""
+    ddp = {"use_distributed_optimizer": sharded}
+    decayed, muon = (
+        pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.5, optimizer=rule), world_size)
+        for rule in ("adam", "muon")
+    )
+    plain = pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.0), world_size)
+    for expected, *others in zip(plain, decayed, muon, strict=True):
+        assert {tuple(bias.shape) for bias in expected.values()} == {(4 // world_size, 64), (4 // world_size, 16)}
+        assert all((bias != 1.0).all() for bias in expected.values())
+        for other in others:
+            assert_same(other, expected)
+
+
+def test_muon_is_told_of_the_matrices_alone():
+    model = GPTModel(config_of(add_bias_linear=True))
+    params = dict(model.named_parameters())
+    wanted = {param for name, param in params.items() if name.endswith("linear_fc1.weight")}
+    layouts = matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
+    assert layouts.keys() == wanted
 
 
 MICROBATCHES, TOKENS = 3, 24

@@ -78,7 +78,7 @@ OTHER_DEFAULTS = {
     "dist_ckpt_strictness": "decides what is an error, not what is computed",
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
     "dist_ckpt_workers": "files per rank",
-    "cp_comm_type": "a list with p2p there: one for all layers or one for each",
+    "cp_comm_type": "the same as a list",
     "beta_fast": "None means the same number there, as for the three below",
     "beta_slow": "see beta_fast",
     "original_max_position_embeddings": "see beta_fast",

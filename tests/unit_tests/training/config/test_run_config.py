@@ -98,7 +98,7 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         ("--qk-layernorm-across-heads --qk-layernorm", "needs --qk-layernorm and --normalization RMSNorm"),
         ("--norm-placement both --num-experts 4", "--norm-placement both does not go with --num-experts"),
         ("--swiglu --geglu", "--swiglu and --geglu exclude each other"),
-        (f"{CONTEXT} 2 --cp-comm-type p2p a2a", "unexpected value .a2a."),
+        (f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a", r"--cp-comm-type p2p a2a a2a has 3 values, --num-layers is 4"),
     ],
 )
 def test_models_that_cannot_be(flags, message):

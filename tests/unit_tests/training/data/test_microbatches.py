@@ -1,8 +1,10 @@
 """Batch sizes against a plain walk through the run, sample by sample."""
 
 import pytest
+import torch
 
 from megatron.training.data.samplers import BatchSchedule, rampup_steps, token_steps
+from megatron.training.forward_backward import MicrobatchFeed
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
@@ -90,3 +92,12 @@ def test_steps_count_in_tokens():
 def test_steps_that_cannot_be(text):
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
         token_steps(text, 1)
+
+
+def test_documents_stay_on_the_host():
+    """Attention asks where they begin and end, and would wait for the device. Batches stay until their last use."""
+    batches = iter([{"tokens": torch.zeros(1, 4), "documents": torch.tensor([[0, 0, 1, 1]])}] * 2)
+    feed = MicrobatchFeed(batches, torch.device("meta"), [0, 2])
+    first = feed(0, 0)
+    assert {key: x.device.type for key, x in first.items()} == {"tokens": "meta", "documents": "cpu"}
+    assert feed(1, 0) == {} and feed(0, 1) is not first and feed(2, 0) is first
