@@ -122,7 +122,8 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *attend_backward(dout, *ctx.saved_tensors, ctx.block, ctx.scoring), None, None
+        query, key, value, out, lse = ctx.saved_tensors
+        return *attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring), None, None
 
 
 def _fused_backward(
