@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
     renamed,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes, encode_metadata
+from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, Envelope, tensor_envelope
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -256,9 +256,6 @@ class MetadataCache:
 
     tensors: CheckpointMetadata
     _encoded: tuple[object, Sequence[bytes]] | None = None
-
-    def __post_init__(self) -> None:
-        dcp_classes()  # what takes long to import is there when the first save begins
 
     def encode(self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`).
