@@ -20,6 +20,7 @@ WAYS = {
         4,
         "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 --sequence-parallel",
     ),
+    "one for each layer": (2, "--context-parallel-size 2 --cp-comm-type a2a p2p a2a all_gather"),
     "a2a": (4, f"--context-parallel-size 2 --cp-comm-type a2a {DISTRIBUTED_OPTIMIZER}"),
     "p2p and pipeline": (4, f"{LAYOUTS['pp2'][1]} --context-parallel-size 2"),
 }

@@ -50,6 +50,7 @@ RUNS = {  # name -> (processes, flags)
     "cp2, p2p": (2, UNTIED + CP2),
     "cp2, all_gather, window": (2, UNTIED + CP2 + "--cp-comm-type all_gather --window-size 32,0 --bf16"),
     "cp2, a2a": (2, UNTIED + CP2 + "--cp-comm-type a2a"),
+    "cp2, one for each layer": (2, UNTIED + CP2 + "--cp-comm-type p2p a2a all_gather a2a"),
     "cp4, selective": (4, UNTIED + CP2.replace("2", "4") + "--recompute-granularity selective"),
     "pp2": (2, UNTIED + PP2),
     "pp2, tied": (2, LLAMA + PP2 + "--bf16"),

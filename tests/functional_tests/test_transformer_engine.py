@@ -40,6 +40,7 @@ WAYS = {  # processes, model, flags
     "latent_tp2_sp": (2, "gpt2", LATENT + LAYOUTS["tp2_sp"][1]),
     "cp2": (2, "llama", LAYOUTS["cp2"][1]),
     "cp2_gathered_window": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type all_gather --window-size 5,0"),
+    "cp2_one_for_each_layer": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a p2p all_gather a2a"),
     "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a --reset-attention-mask"),
     "experts": (1, "llama", EXPERTS),
     "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
@@ -239,6 +240,10 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
         (f"{TE} --bf16 --fp4-format e2m1 --disable-bias-linear {EXPERTS}", "does not support experts"),
         (f"{TE} --bf16 --fp8-format e4m3 --no-fp8-wgrad", "no longer has"),
         (f"{TE} --context-parallel-size 2 --reset-attention-mask", "--reset-attention-mask with --cp-comm-type p2p"),
+        (
+            f"{TE} --context-parallel-size 2 --cp-comm-type a2a p2p a2a a2a --window-size 4,0",
+            "--window-size with --cp-comm-type p2p",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, message):

@@ -47,9 +47,9 @@ class ComputeOptions:
     """How fp4 tensors are scaled: by the maxima of 16 elements (NVFP4)."""
     first_last_layers_bf16: bool = flag(False)
     """Keep the first and the last layers out of fp8 or fp4, as many as the two options below say."""
-    num_layers_at_start_in_bf16: int = flag(1)
+    num_layers_at_start_in_bf16: int = flag(1, at_least=0)
     """Layers at the start with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = flag(1)
+    num_layers_at_end_in_bf16: int = flag(1, at_least=0)
     """Layers at the end with --first-last-layers-bf16."""
     tp_comm_overlap: bool = flag(False)
     """Overlap collectives of tensor parallelism with the matrix products that they are for (Transformer Engine)."""
@@ -81,7 +81,7 @@ class ComputeOptions:
     dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
-    recompute_num_layers: int | None = flag(None)
+    recompute_num_layers: int | None = flag(None, positive=True)
     """Number of layers per group (uniform) or per chunk (block)."""
 
     @property

@@ -35,7 +35,7 @@ class TransformerBlock(MegatronModule):
         by_number = {number: TransformerLayer(config, place, number=number) for number in layers}
         kinds: dict[object, TransformerLayer] = {}
         for number, layer in by_number.items():
-            alike = kinds.setdefault(config.window_of(number), layer)
+            alike = kinds.setdefault((config.window_of(number), layer.place.cp.head_axis.size), layer)
             layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)

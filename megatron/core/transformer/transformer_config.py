@@ -46,7 +46,7 @@ class TransformerConfig(ComputeOptions):
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
     num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
     """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per query head."""
-    kv_channels: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
+    kv_channels: int | None = flag(None, positive=True, decides="shapes", when=_NOT_LATENT)
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     multi_latent_attention: bool = flag(False, decides="shapes")
     """Queries, and keys with values, come from two narrow vectors per token (MLA, DeepSeek-V2); it has RoPE always."""
@@ -68,13 +68,13 @@ class TransformerConfig(ComputeOptions):
         "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"), decides="shapes"
     )
     """How positions enter the model; yarn is rope with --rope-type yarn."""
-    rotary_base: float = flag(10000.0, decides="mathematics", when=_ROPE)
+    rotary_base: float = flag(10000.0, positive=True, decides="mathematics", when=_ROPE)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, decides="mathematics", when=_ROPE)
+    rotary_percent: float = flag(1.0, positive=True, at_most=1, decides="mathematics", when=_ROPE)
     """Fraction of each head that is rotated."""
     rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
     """Rotate elements 2i and 2i + 1 of a head together (GPT-J) in place of i and i + half."""
-    rotary_base_local: float | None = flag(None, decides="mathematics", when=_ROPE | _WINDOW)
+    rotary_base_local: float | None = flag(None, positive=True, decides="mathematics", when=_ROPE | _WINDOW)
     """Base of the rotary frequencies, unscaled, in layers with a sliding window. Default: as in all layers."""
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
@@ -82,34 +82,35 @@ class TransformerConfig(ComputeOptions):
     """Divide all rotary frequencies by this, for longer sequences (Chen et al. 2023)."""
     use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
     """Llama-3 frequency scaling with the four numbers below."""
-    rope_scaling_factor: float = flag(8.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_scaling_factor: float = flag(8.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: factor by which low frequencies are divided."""
-    rope_low_freq_factor: float = flag(1.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_low_freq_factor: float = flag(1.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: wavelengths above original_max_position / this are divided in full."""
-    rope_high_freq_factor: float = flag(4.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_high_freq_factor: float = flag(4.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: wavelengths below original_max_position / this are left alone."""
-    rope_original_max_position_embeddings: int = flag(8192, decides="mathematics", when=_SCALED_ROPE)
+    rope_original_max_position_embeddings: int = flag(8192, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: the context length the frequencies were first trained for."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
     """Rotary frequencies as they are, or stretched for longer sequences (YaRN, Peng et al. 2023) with the numbers
     below. Default: yarn with --multi-latent-attention, else rope."""
-    rotary_scaling_factor: float = flag(1.0, decides="mathematics", when=_YARN)
+    rotary_scaling_factor: float = flag(1.0, positive=True, decides="mathematics", when=_YARN)
     """YaRN: by how much the context is longer than the one first trained for."""
     original_max_position_embeddings: int = flag(
         4096,
         "--original-max-position-embeddings",
         "--yarn-original-max-position-embeddings",
+        positive=True,
         decides="mathematics",
         when=_YARN,
     )
     """YaRN: the context length first trained for."""
-    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", decides="mathematics", when=_YARN)
+    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN)
     """YaRN: frequencies that turn more often than this in that context are left alone."""
-    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", decides="mathematics", when=_YARN)
+    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", positive=True, decides="mathematics", when=_YARN)
     """YaRN: frequencies that turn less often are divided by the factor."""
-    mscale: float = flag(1.0, decides="mathematics", when=_YARN)
+    mscale: float = flag(1.0, at_least=0, decides="mathematics", when=_YARN)
     """YaRN: rotated elements grow by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
-    mscale_all_dim: float = flag(0.0, decides="mathematics", when=_YARN)
+    mscale_all_dim: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
     """YaRN: as above; attention scores of --multi-latent-attention grow by the square of the lower term."""
     yarn_correction_range_round_to_int: bool = flag(
         True, "--no-yarn-correction-range-round-to-int", decides="mathematics", when=_YARN
@@ -122,7 +123,7 @@ class TransformerConfig(ComputeOptions):
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
     """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
     (OLMo 2), or both (Gemma 2)."""
-    norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", decides="mathematics")
+    norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics")
     """Epsilon of the normalization."""
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
@@ -169,7 +170,7 @@ class TransformerConfig(ComputeOptions):
     """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer a matrix of its own."""
-    num_experts: int | None = flag(None, decides="shapes", meaning="experts")
+    num_experts: int | None = flag(None, at_least=0, decides="shapes", meaning="experts")
     """Number of experts of a layer with experts (Shazeer et al. 2017); without it, or 0 or 1, all layers are dense."""
     moe_layer_freq: int | list[int] = flag(
         1, parse=model_rules.layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
@@ -199,12 +200,12 @@ class TransformerConfig(ComputeOptions):
     """A group is as good as the sum of so many of its best scores (2 in DeepSeek-V3). Default, and all that
     Megatron-LM has: --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(
-        None, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
+        None, positive=True, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
     )
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
     """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
-    moe_router_bias_update_rate: float = flag(1e-3)
+    moe_router_bias_update_rate: float = flag(1e-3, at_least=0)
     """By how much a step moves the expert bias."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE)
     """Precision of the router. Default: that of the model."""
@@ -215,7 +216,7 @@ class TransformerConfig(ComputeOptions):
     sinkhorn, by which a rank's tokens are spread evenly without a loss (Clark et al. 2022)."""
     moe_aux_loss_coeff: list[float] = flag((0.0,))
     """Coefficient of each of these losses."""
-    moe_z_loss_coeff: float | None = flag(None)
+    moe_z_loss_coeff: float | None = flag(None, at_least=0)
     """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
     moe_expert_capacity_factor: float | None = flag(None, decides="mathematics", when=_MOE)
     """Drop tokens beyond this many times an expert's even share. Default: none is dropped."""
@@ -225,11 +226,11 @@ class TransformerConfig(ComputeOptions):
     """Accepted with a capacity; inputs of experts have the sizes that they need, and the results are the same."""
     moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
     """How tokens reach the ranks of their experts: all tokens to all ranks, or each to its own."""
-    hidden_dropout: float = flag(0.1)
+    hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout after the embedding and on every residual branch."""
-    attention_dropout: float = flag(0.1)
+    attention_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout on the attention probabilities."""
-    init_method_std: float = flag(0.02)
+    init_method_std: float = flag(0.02, at_least=0)
     """Standard deviation of the initial weights; output projections of a block get std / sqrt(2 * num_layers)."""
 
     def __post_init__(self) -> None:
@@ -403,10 +404,11 @@ class LayerKind(NamedTuple):
 
     experts: bool = False
     window: bool = False
+    cp_comm_type: str = "p2p"
 
     @classmethod
-    def of(cls, model: TransformerConfig, number: int) -> LayerKind:
-        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]))
+    def of(cls, model: TransformerConfig, number: int, cp_comm_type: str = "p2p") -> LayerKind:
+        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]), cp_comm_type)
 
 
 # The same model, whatever computed it: its shapes alone are wanted.

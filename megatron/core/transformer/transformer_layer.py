@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class TransformerLayer(MegatronModule):
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
         super().__init__()
+        place = replace(place, cp=place.cp.layer(number))
         spec, latent = layer_spec(config), config.multi_latent_attention
         self.config, self.place = config, place
         self.input_layernorm = spec.hidden_norm(config, place) if latent else None

@@ -59,7 +59,12 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     parallel, model, length = config.parallel, config.model, config.data.seq_length
-    cp_size, tp_size, way = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    cp_size, tp_size, ways = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    if len(ways) not in (1, model.num_layers):
+        yield (
+            f"--cp-comm-type {' '.join(ways)} has {len(ways)} values, --num-layers is {model.num_layers}: give one for "
+            "all layers, or one for each"
+        )
     if cp_size <= 1:
         return
     context = f"--context-parallel-size {cp_size}"
@@ -73,39 +78,43 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size {tp_size} = "
             f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave out --sequence-parallel"
         )
-    if way == "a2a" and model.query_groups % (tp_size * cp_size):
+    if "a2a" in ways and model.query_groups % (tp_size * cp_size):
         kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
         yield (
             f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
             f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use --cp-comm-type p2p or "
             "all_gather, or smaller sizes"
         )
-    if way != "a2a" and model.attention_dropout:
+    in_blocks = [way for way in ways if way != "a2a"]
+    if in_blocks and model.attention_dropout:
         yield (
-            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {way}: attention is "
-            "computed in blocks, by kernels without dropout. Give --attention-dropout 0, or --cp-comm-type a2a"
+            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {in_blocks[0]}: "
+            "attention is computed in blocks, by kernels without dropout. Give --attention-dropout 0, or "
+            "--cp-comm-type a2a"
         )
 
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
     """What Transformer Engine cannot do: its attention over ranks of p2p and all_gather among it."""
-    model, parallel, cp_comm_type = config.model, config.parallel, config.parallel.cp_comm_type
+    model, parallel = config.model, config.parallel
     if model.transformer_impl == "local":
         return
     if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield "--tp-comm-overlap needs --sequence-parallel: all-gathers and reduce-scatters are what it overlaps"
     if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
         yield "--fp8-param-gather needs --use-distributed-optimizer, whose gather it is"
-    if parallel.cp_size == 1 or cp_comm_type == "a2a":
+    if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
         return
-    for flag_name, given in {
-        "--reset-attention-mask": config.data.reset_attention_mask,
-        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
-        "--window-size": model.window_size is not None and cp_comm_type == "p2p",
+    of_layers = [(parallel.cp_comm_type_of(n), model.window_of(n)) for n in range(model.num_layers)]
+    in_blocks = [way for way, _ in of_layers if way != "a2a"]
+    for flag_name, refused in {
+        "--reset-attention-mask": in_blocks if config.data.reset_attention_mask else [],
+        "--position-embedding-type alibi": in_blocks if model.position_embedding_type == "alibi" else [],
+        "--window-size": [way for way, window in of_layers if window is not None and way == "p2p"],
     }.items():
-        if given:
+        if refused:
             yield (
-                f"{flag_name} with --cp-comm-type {cp_comm_type} needs --transformer-impl local; with "
+                f"{flag_name} with --cp-comm-type {refused[0]} needs --transformer-impl local; with "
                 "transformer_engine take --cp-comm-type a2a"
             )
 
@@ -118,11 +127,6 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
         return
     width, shared = model.moe_ffn_size, model.moe_shared_expert_intermediate_size or 0
     yield from _not_divisible({"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size)
-    if model.add_bias_linear and parallel.etp_size > 1:
-        yield (
-            f"--expert-tensor-parallel-size {parallel.etp_size} needs --disable-bias-linear: an expert with biases is "
-            "not split. Give --expert-tensor-parallel-size 1, or leave the biases out"
-        )
     yield from _not_divisible({"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size)
     yield from _not_divisible(
         {"--moe-shared-expert-intermediate-size": shared}, "--tensor-model-parallel-size", parallel.tp_size

@@ -40,11 +40,6 @@ class ActivationMemory:
         self.documents, self.device_type = documents, device_type
         self.tp_size, self.cp_size = parallel.tp_size, parallel.cp_size
         self.sequence_parallel = parallel.sequence_parallel
-        # Attention goes over the keys of one context-parallel rank at a time, or exchanges positions for heads.
-        self.exchanges_heads = parallel.cp_size > 1 and parallel.cp_comm_type == "a2a"
-        self.blockwise = model.attends_in_blocks or (parallel.cp_size > 1 and not self.exchanges_heads)
-        if documents and not model.attention_dropout:
-            self.blockwise = True
         # A rank sees all of the sequence that its context-parallel rank has inside tensor-parallel regions; outside of
         # them only a part of it under sequence parallelism.
         self.tokens = seq_length * micro_batch_size // parallel.cp_size
@@ -71,6 +66,15 @@ class ActivationMemory:
         rows //= parallel.tp_size
         return cls(model, parallel, data.seq_length, size, rows, data.reset_attention_mask, device_type)
 
+    def _exchanges_heads(self, kind: LayerKind) -> bool:
+        """Attention over CP: positions are exchanged for heads, or one rank's keys are attended to at a time."""
+        return self.cp_size > 1 and kind.cp_comm_type == "a2a"
+
+    def _blockwise(self, kind: LayerKind) -> bool:
+        documents = self.documents and not self.config.attention_dropout
+        over_ranks = self.cp_size > 1 and not self._exchanges_heads(kind)
+        return self.config.attends_in_blocks or over_ranks or documents
+
     def layer(self, kind: LayerKind) -> int:
         """What a layer keeps from forward to backward, its input included."""
         c, norms = self.config, self._norms(kind)
@@ -88,12 +92,12 @@ class ActivationMemory:
     def _core(self, kind: LayerKind) -> int:
         """What attention keeps from its queries, keys and values on, the input of its output projection at the end."""
         c, per_head = self.config, self.per_head
-        takes = self.blockwise or takes_groups(self.device_type, c.params_dtype, self._masked(kind))
+        takes = self._blockwise(kind) or takes_groups(self.device_type, c.params_dtype, self._masked(kind))
         groups = c.query_groups if takes else c.num_attention_heads
         total = per_head * (c.num_attention_heads + 2 * groups) + self.context
         if c.recomputes("core_attn"):
             return total
-        if self.exchanges_heads or c.v_width < c.qk_width:
+        if self._exchanges_heads(kind) or c.v_width < c.qk_width:
             total += per_head * c.num_attention_heads  # as the kernel gave it, besides as the projection takes it
         return total + self.tokens * c.num_attention_heads // self.tp_size * 4 + self._layer_mask(kind)  # log-sum-exp
 
@@ -144,40 +148,41 @@ class ActivationMemory:
 
     def _layer_mask(self, kind: LayerKind) -> int:
         """The additive form of a mask of booleans; causal order alone needs none, blocks make theirs again."""
-        if self.blockwise:
+        if self._blockwise(kind):
             return 0
         if self.documents:
             return self.tokens * self.cp_size * self.seq_length * (1 + self.itemsize)
         return self.seq_length**2 * self.itemsize if kind.window else 0
 
-    @property
-    def tables(self) -> int:
+    def tables(self, kinds: Sequence[LayerKind]) -> int:
         """What the layers of a chunk keep together between iterations: rotary tables, fixed masks."""
-        c, total = self.config, 0
+        return sum(self._tables(kind) for kind in {self._exchanges_heads(kind): kind for kind in kinds}.values())
+
+    def _tables(self, kind: LayerKind) -> int:
+        c, total, blockwise = self.config, 0, self._blockwise(kind)
         scores = self.seq_length**2 // self.cp_size
         if c.position_embedding_type == "rope" or c.multi_latent_attention:
-            own = self.blockwise or c.multi_latent_attention
+            own = blockwise or c.multi_latent_attention
             width = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.head_dim
             positions = self.seq_length // self.cp_size if own else self.seq_length
             total += positions * int(width * c.rotary_percent) * self.itemsize
         if c.position_embedding_type == "alibi":
             total += scores * c.num_attention_heads // self.tp_size * self.itemsize
-        elif c.window_size is not None or (self.documents and (self.cp_size > 1 or not self.blockwise)):
-            total += scores * self.itemsize if self.blockwise else self.seq_length**2
+        elif c.window_size is not None or (self.documents and (self.cp_size > 1 or not blockwise)):
+            total += scores * self.itemsize if blockwise else self.seq_length**2
         return total
 
-    @property
-    def _attention_backward(self) -> int:
+    def _attention_backward(self, kind: LayerKind) -> int:
         """Held by the backward pass of attention that is computed in blocks, or exchanged: gradients, scores."""
         # of the output; of queries, keys and values, before and after their exchange
         context = self.per_head * self.config.num_attention_heads
-        exchange = context + 3 * (context + self.key_values) if self.exchanges_heads else 0
-        if not self.blockwise:
+        exchange = context + 3 * (context + self.key_values) if self._exchanges_heads(kind) else 0
+        if not self._blockwise(kind):
             return exchange
         queries = context + context * 4 // self.itemsize + self._scores  # of the output, of queries in fp32
-        if self.cp_size == 1 or self.exchanges_heads:
+        if self.cp_size == 1 or self._exchanges_heads(kind):
             parts = context + 2 * self.key_values  # of a block, and all together
-        elif self.parallel.cp_comm_type == "p2p":
+        elif kind.cp_comm_type == "p2p":
             parts = context + 5 * self.key_values  # two parts on their way, two gradients, those of a block
         else:
             parts = 3 * self.cp_size * self.key_values  # all parts, their gradients, and these in one piece
@@ -206,7 +211,8 @@ class ActivationMemory:
             weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
         gathered = self.whole if self.sequence_parallel else 0
         points = {
-            "attention": self._attention_backward + heads - self._mlp(kind) - self.residual,  # both are gone by then
+            # the MLP and its input are gone by then
+            "attention": self._attention_backward(kind) + heads - self._mlp(kind) - self.residual,
             "second linear layer": gathered + self.inner + weight_grad,
             # gradient, its product and, in place of the input of the second linear layer, a temporary
             "activation": (3 if c.gated else 1) * self.inner,

@@ -10,6 +10,7 @@ Left out are scalars, the loss's two numbers per token, and gradients of norms.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron.core.parallel_state import ParallelState
@@ -136,17 +137,22 @@ def _context_parallel(
     size, own = config.parallel.cp_size, activations.key_values
     if size == 1:
         return Traffic(1)
-    layers = microbatches * sum(chunk.num_layers for chunk in chunks)
-    again = microbatches * sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
-    if activations.exchanges_heads:
-        there_and_back = own + 2 * activations.per_head * config.model.num_attention_heads
-        return Traffic(size, all_to_all=(2 * layers + again) * there_and_back)
-    if config.model.recomputes("core_attn"):
-        again = layers
-    fetched = 2 * layers + again
-    if config.parallel.cp_comm_type == "p2p":
-        return Traffic(size, send=(fetched * (size - 1) + layers * size) * own)
-    return Traffic(size, all_gather=fetched * size * own, reduce_scatter=layers * size * own)
+    fetched, layers = Counter[str](), Counter[str]()  # by --cp-comm-type
+    for chunk in chunks:
+        again = activations.recomputed_layers(chunk.num_layers)
+        for number, kind in enumerate(chunk.kinds):
+            way = kind.cp_comm_type
+            twice = number < again or (way != "a2a" and config.model.recomputes("core_attn"))
+            layers[way] += microbatches
+            fetched[way] += (2 + twice) * microbatches
+    there_and_back = own + 2 * activations.per_head * config.model.num_attention_heads
+    return Traffic(
+        size,
+        all_to_all=fetched["a2a"] * there_and_back,
+        send=(fetched["p2p"] * (size - 1) + layers["p2p"] * size) * own,
+        all_gather=fetched["all_gather"] * size * own,
+        reduce_scatter=layers["all_gather"] * size * own,
+    )
 
 
 def _expert_parallel(

@@ -100,7 +100,9 @@ def empty_chunks(config: Config, ps: ParallelState, model_provider: ModelProvide
                 shards = replicas.size if config.ddp.use_distributed_optimizer else 1
                 sizes = (1, _scale_bytes(run.model, own)) if fp8 else (run.model.params_dtype.itemsize, 0)
                 buffers.append(EmptyBuffer(plan_buffer(own, bucket_size, shards), shards, expert, *sizes))
-        kinds = tuple(LayerKind.of(config.model, number) for number in place.layers)
+        kinds = tuple(
+            LayerKind.of(config.model, number, config.parallel.cp_comm_type_of(number)) for number in place.layers
+        )
         yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
 
 

@@ -148,7 +148,7 @@ def _plan_stage(
             for buffer in buffers
             for bucket in buffer.buckets
         ),
-        tables=len(chunks) * activations.tables,
+        tables=sum(activations.tables(chunk.kinds) for chunk in chunks),
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,

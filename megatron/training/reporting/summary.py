@@ -24,7 +24,7 @@ from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, make_writers
-from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite, goodput, read_record
+from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, finite, goodput, read_record
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,11 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
 
 def _report_goodput(run: Run, save: Path) -> None:
     """Where the time of all starts went (--goodput)."""
-    spent = goodput(read_record(save))
+    try:
+        spent = goodput(read_record(save))
+    except (OSError, ValueError, LookupError) as error:  # the record is for people: a gap in it must not fail a run
+        logger.warning(f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})")
+        return
     total = sum(spent.values()) or 1.0
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
     line = f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
@@ -174,7 +178,8 @@ def layout_name(config: Config, world_size: int) -> str:
     chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
     options = [", sequence parallel"] * parallel.sequence_parallel
     options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
-    context = f" x CP {parallel.cp_size} ({parallel.cp_comm_type})" if parallel.cp_size > 1 else ""
+    ways = "/".join(dict.fromkeys(parallel.cp_comm_type))
+    context = f" x CP {parallel.cp_size} ({ways})" if parallel.cp_size > 1 else ""
     sizes = f"TP {parallel.tp_size}{context} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
     if parallel.splits_experts:
         sizes += f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {parallel.edp_size(world_size)}"

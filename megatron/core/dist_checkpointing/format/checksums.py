@@ -9,7 +9,6 @@ of its files, and nobody parses them to save. Older checkpoints have `checksums.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, read_regular
 
 CHECKSUMS, OLD_CHECKSUMS = "checksums.bin", "checksums.json"
@@ -25,6 +25,14 @@ DIGEST_SIZE = 8
 _ALGORITHM = "xxh3_64"
 _HEADER = f"{_ALGORITHM} {BLOCK_SIZE}\n".encode()
 _NAME_LENGTH, _SIZE = struct.Struct("<H"), struct.Struct("<Q")
+_OLD_FILE = schema.record({"size": schema.COUNT, "blocks": schema.text(1 << 32)})
+_OLD_FORM = schema.record(
+    {
+        "algorithm": schema.one_of(_ALGORITHM),
+        "block_size": schema.one_of(BLOCK_SIZE),
+        "files": schema.mapping(_OLD_FILE, schema.file_name),
+    }
+)
 
 
 class FileChecksums(NamedTuple):
@@ -38,6 +46,11 @@ def hash_blocks(data: bytes | memoryview) -> bytes:
     """The digests of consecutive blocks of `data`."""
     view = memoryview(data)
     return b"".join(xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE))
+
+
+def _digests_size(size: int) -> int:
+    """Of the blocks of a file of `size` bytes."""
+    return -(-size // BLOCK_SIZE) * DIGEST_SIZE
 
 
 def checksums_of(*parts: bytes) -> FileChecksums:
@@ -94,10 +107,10 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
         while position < len(content):
             (length,) = _NAME_LENGTH.unpack_from(content, position)
             position += _NAME_LENGTH.size
-            name = bytes(content[position : position + length]).decode()
+            name = schema.file_name(bytes(content[position : position + length]).decode(), where)
             (size,) = _SIZE.unpack_from(content, position + length)
             position += length + _SIZE.size
-            end = position + -(-size // BLOCK_SIZE) * DIGEST_SIZE
+            end = position + _digests_size(size)
             if end > len(content):
                 raise ValueError(f"the blocks of {name} are cut off")
             files[name] = FileChecksums(size, bytes(content[position:end]))
@@ -111,10 +124,18 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
     line, _, digest = data.partition(b"\n")
     if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
-    body = json.loads(line)
-    if body["algorithm"] != _ALGORITHM or body["block_size"] != BLOCK_SIZE:
-        raise CheckpointError(f"{where}: checksums of kind {body['algorithm']} over {body['block_size']} bytes")
-    return {name: FileChecksums(file["size"], bytes.fromhex(file["blocks"])) for name, file in body["files"].items()}
+    body = _OLD_FORM(schema.parse_json(line, where), where)
+    files: dict[str, FileChecksums] = {}
+    for name, file in body["files"].items():
+        try:
+            files[name] = FileChecksums(file["size"], bytes.fromhex(file["blocks"]))
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {name}: the blocks are no hexadecimal digits") from error
+        if len(files[name].blocks) != _digests_size(file["size"]):
+            raise CheckpointError(
+                f"{where}: {name}: {len(files[name].blocks)} bytes of hashes for {file['size']} bytes"
+            )
+    return files
 
 
 def find_checksums(directory: Path) -> Path | None:

@@ -8,6 +8,7 @@ block that is damaged on one node, or cannot be read there, is taken from the ne
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import struct
@@ -15,12 +16,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -32,13 +35,16 @@ from megatron.core.dist_checkpointing.format.schema import OPENERS, CheckpointEr
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.object_storage import first_line
 
 logger = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 16  # of one request
+_SERVERS = 4  # threads: one reads from the disk while another one sends
 _ASK, _FIRST_ANSWER = 1, 2  # tags; every answer has its own
 _REQUEST = struct.Struct("<QQQ256p")  # position, length, tag of the answer, file; length 0 ends the service
 _IDLE = timedelta(days=1)  # a rank may have nothing to serve for as long as a load takes
+_PATIENCE = timedelta(minutes=10)  # for one answer
 
 
 class HeldCheckpoint(NamedTuple):
@@ -83,6 +89,17 @@ def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
     return result
 
 
+def _in_time(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait(_PATIENCE)
+
+
+class _Kept(threading.local):
+    """A buffer of each thread: new pages cost more than the copy."""
+
+    buffer = torch.empty(0, dtype=torch.uint8)
+
+
 class SpreadCheckpoint:
     """One open `HeldCheckpoint`; opening and closing are collectives."""
 
@@ -96,6 +113,8 @@ class SpreadCheckpoint:
         if len(set(tier.nodes)) > 1:
             self._group = dist.new_group(backend="gloo", timeout=_IDLE)
             self._tags = itertools.count(_FIRST_ANSWER)
+            self._kept = _Kept()
+            self._servers = Workers(_SERVERS, "checkpoint-server")
             self._thread = threading.Thread(target=self._serve, name="checkpoint-server", daemon=True)
             self._thread.start()
 
@@ -107,6 +126,7 @@ class SpreadCheckpoint:
         ranks.all_true(True)
         self._request((ranks.rank + 1) % ranks.size, "", 0, 0)
         self._thread.join()
+        self._servers.close()
         ranks.all_true(True)
         dist.destroy_process_group(self._group)
         self._group = None
@@ -123,82 +143,93 @@ class SpreadCheckpoint:
         except KeyError as error:
             raise FileNotFoundError(str(self.directory / file)) from error
 
-    def blocks(self, file: str, first: int, last: int, buffer: torch.Tensor) -> memoryview:
-        """Blocks [first, last) of a file as they were written, in `buffer`, which has a byte more."""
-        sums = self.sums(file)
-        start, stop = first * BLOCK_SIZE, min(last * BLOCK_SIZE, sums.size)
-        expected = sums.blocks[first * DIGEST_SIZE : last * DIGEST_SIZE]
-        for node, content in self._copies(writer_of(file), file, start, buffer[: stop - start + 1]):
-            if content is not None and hash_blocks(content) == expected:
-                return content
-            what = "cannot be read" if content is None else f"is damaged in bytes {start}..{stop}"
-            self._report(file, node, what)
-        raise CheckpointError(f"{self.directory / file}: no node has bytes {start}..{stop} undamaged")
+    def blocks_into(self, view: memoryview, file: str, first: int) -> None:
+        """Fill `view`, some whole blocks of a file from block `first` on, with what was written there."""
+        sums, start = self.sums(file), first * BLOCK_SIZE
+        expected = sums.blocks[first * DIGEST_SIZE :][: -(-len(view) // BLOCK_SIZE) * DIGEST_SIZE]
+        for node, arrived in self._copies(writer_of(file), file, start, view):
+            if arrived and hash_blocks(view) == expected:
+                return
+            damaged = f"is damaged in bytes {start}..{start + len(view)}"
+            self._report(file, node, damaged if arrived else "cannot be read")
+        raise CheckpointError(f"{self.directory / file}: no node has bytes {start}..{start + len(view)} undamaged")
 
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
         file = marker_name(writer, len(self._held.writers))
-        buffer = torch.empty(self._held.writers[writer][0] + 1, dtype=torch.uint8)
-        for node, content in self._copies(writer, file, 0, buffer):
+        content = bytearray(self._held.writers[writer][0])
+        for node, arrived in self._copies(writer, file, 0, memoryview(content)):
             try:
-                if content is not None:
+                if arrived:
                     return decode_checksums(bytes(content), str(self.directory / file))
                 self._report(file, node, "cannot be read")
             except CheckpointError:
                 self._report(file, node, "is damaged")
         raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
 
-    def _copies(
-        self, writer: int, file: str, position: int, buffer: torch.Tensor
-    ) -> Iterator[tuple[int, memoryview | None]]:
-        """What the nodes that hold `file` have there, this node first; None where it cannot be read.
-
-        The last byte of `buffer` is for the protocol.
-        """
-        content = bytes_of(buffer)[:-1]
+    def _copies(self, writer: int, file: str, position: int, view: memoryview) -> Iterator[tuple[int, bool]]:
+        """Fill `view` with what each of the nodes that hold `file` has there, this node first, and say whether it
+        could."""
         nodes, node = self._held.writers[writer][1], self._tier.node
         turn = self._tier.rank % len(nodes)  # readers spread over the holders
         for holder in sorted(nodes[turn:] + nodes[:turn], key=lambda other: other != node):
-            if holder == node:
-                yield node, content if self._read(file, position, content) else None
-            else:
-                ranks = self._tier.ranks_of(holder)
-                rank = ranks[self._tier.rank % len(ranks)]
-                dist.recv(buffer, rank, self._group, self._request(rank, file, position, len(content)))
-                yield holder, content if buffer[-1] else None
+            fill = self._read if holder == node else partial(self._ask, holder)
+            yield holder, fill(file, position, view)
 
-    def _read(self, file: str, position: int, content: memoryview) -> bool:
+    def _read(self, file: str, position: int, view: memoryview) -> bool:
         """From the own disk."""
         try:
             with open_file(self._tier.root / self._held.name / file) as opened:
-                opened.read_into(content, position)
+                opened.read_into(view, position)
         except (OSError, CheckpointError):
             return False
+        return True
+
+    def _ask(self, node: int, file: str, position: int, view: memoryview) -> bool:
+        """From the disk of `node`."""
+        ranks = self._tier.ranks_of(node)
+        rank = ranks[self._tier.rank % len(ranks)]
+        arrives = torch.empty(1, dtype=torch.uint8)
+        try:
+            tag = self._request(rank, file, position, len(view))
+            for part in (arrives, torch.frombuffer(view, dtype=torch.uint8)):
+                _in_time(dist.irecv(part, rank, self._group, tag))
+                if not arrives.item():
+                    return False
+        except RuntimeError as error:
+            text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
+            raise CheckpointError(f"{text}: {first_line(error)}") from error
         return True
 
     def _request(self, rank: int, file: str, position: int, length: int) -> int:
         """Returns the tag of the answer."""
         tag = next(self._tags)
         request = bytearray(_REQUEST.pack(position, length, tag, file.encode()))
-        dist.send(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK)
+        _in_time(dist.isend(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK))
         return tag
 
     def _serve(self) -> None:
-        """Answer with the bytes and a 1, or with anything and a 0."""
+        """Take requests, of which several are answered at once."""
         request = torch.empty(_REQUEST.size, dtype=torch.uint8)
-        buffer = torch.empty(0, dtype=torch.uint8)  # kept: new pages cost more than the copy
         while True:
             try:
                 source = dist.recv(request, None, self._group, _ASK)
-                position, length, tag, file = _REQUEST.unpack(bytes_of(request))
-                if not length:
-                    return
-                if len(buffer) <= length:
-                    buffer = torch.empty(length + 1, dtype=torch.uint8)
-                answer = buffer[: length + 1]
-                answer[-1] = self._read(file_name(file.decode(), "a request"), position, bytes_of(answer)[:-1])
-                dist.send(answer, source, self._group, tag)
             except RuntimeError:  # a rank is gone: the next collective says so
                 return
+            position, length, tag, file = _REQUEST.unpack(bytes_of(request))
+            if not length:
+                return
+            self._servers.submit(partial(self._answer, source, tag, file.decode(), position, length))
+
+    def _answer(self, rank: int, tag: int, file: str, position: int, length: int) -> None:
+        """A 1 and the bytes, or a 0 alone."""
+        if len(self._kept.buffer) < length:
+            self._kept.buffer = torch.empty(length, dtype=torch.uint8)
+        content = self._kept.buffer[:length]
+        found = self._read(file_name(file, "a request"), position, bytes_of(content))
+        with contextlib.suppress(RuntimeError):  # the rank is gone: the next collective says so
+            dist.send(torch.tensor([found], dtype=torch.uint8), rank, self._group, tag)
+            if found:
+                dist.send(content, rank, self._group, tag)
 
     def _report(self, file: str, node: int, what: str) -> None:
         if (file, node) not in self._reported:
@@ -235,21 +266,24 @@ class _SpreadFile(OpenFile):
         assert isinstance(path, SpreadPath)
         self.path, self.descriptor, self._checkpoint = path, None, path.checkpoint
         self.size = self._checkpoint.sums(path.name).size
-        self._buffer = torch.empty(min(self.size, _MOST_BLOCKS * BLOCK_SIZE) + 1, dtype=torch.uint8)
-        self._first, self._last, self._blocks = 0, 0, memoryview(b"")  # the last ones that were read
+        self._first, self._blocks = 0, memoryview(b"")  # those of which only a part was asked for at last
 
     def _read_some(self, view: memoryview, position: int) -> int:
-        length = min(len(view), self.size - position)
-        if length <= 0:
+        view = view[: self.size - position]
+        if not view:
             return 0
-        first, last = position // BLOCK_SIZE, -(-(position + length) // BLOCK_SIZE)
-        if not self._first <= first < self._last:
-            last = min(last, first + _MOST_BLOCKS)
-            self._first = self._last = 0  # nothing is in the buffer if the next line raises
-            self._blocks = self._checkpoint.blocks(self.path.name, first, last, self._buffer)
-            self._first, self._last = first, last
-        start = position - self._first * BLOCK_SIZE
-        part = self._blocks[start : start + length]
+        first, start = divmod(position, BLOCK_SIZE)
+        whole = len(view) if position + len(view) == self.size else len(view) // BLOCK_SIZE * BLOCK_SIZE
+        if start == 0 and whole:
+            direct = view[: min(whole, _MOST_BLOCKS * BLOCK_SIZE)]
+            self._checkpoint.blocks_into(direct, self.path.name, first)
+            return len(direct)
+        if not 0 <= position - self._first < len(self._blocks):
+            self._blocks = memoryview(b"")  # if the next line raises
+            blocks = memoryview(bytearray(min(BLOCK_SIZE, self.size - first * BLOCK_SIZE)))
+            self._checkpoint.blocks_into(blocks, self.path.name, first)
+            self._first, self._blocks = first * BLOCK_SIZE, blocks
+        part = self._blocks[position - self._first :][: len(view)]
         view[: len(part)] = part
         return len(part)
 

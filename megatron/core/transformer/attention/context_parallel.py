@@ -7,7 +7,7 @@ know their positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +37,17 @@ class ContextParallel:
 
     axis: Axis = Axis()
     comm_type: str = "p2p"
+    """Of the layer that it is given to."""
+    of_layers: Callable[[int], str] | None = None
+    """That of layer n, where there are several."""
 
     @classmethod
     def of(cls, ps: ParallelState) -> ContextParallel:
-        return cls(ps.cp, ps.config.cp_comm_type)
+        return cls(ps.cp, of_layers=ps.config.cp_comm_type_of)
+
+    def layer(self, number: int) -> ContextParallel:
+        """As layer `number` has it."""
+        return self if self.of_layers is None else ContextParallel(self.axis, self.of_layers(number))
 
     @property
     def attention_axis(self) -> Axis:

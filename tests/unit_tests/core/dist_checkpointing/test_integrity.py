@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 
 import pytest
@@ -21,7 +22,13 @@ from megatron.core.dist_checkpointing import (
     save,
     verify,
 )
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, read_checksums
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    checksum_records,
+    checksums_of,
+    read_checksums,
+    seal_checksums,
+)
 
 
 def make_state(fill):
@@ -81,12 +88,17 @@ def test_an_intact_checkpoint_verifies(checkpoint):
     assert verified_load(checkpoint) is None
 
 
+def write_older_checksums(checkpoint, body):
+    line = json.dumps(body).encode()
+    (checkpoint / "checksums.json").write_bytes(line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
+
+
 def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     sums = read_checksums(checkpoint)
     files = {name: {"size": size, "blocks": blocks.hex()} for name, (size, blocks) in sums.items()}
-    line = json.dumps({"algorithm": "xxh3_64", "block_size": BLOCK_SIZE, "files": files}).encode()
+    body = {"algorithm": "xxh3_64", "block_size": BLOCK_SIZE, "files": files}
     (checkpoint / "checksums.bin").unlink()
-    (checkpoint / "checksums.json").write_bytes(line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
+    write_older_checksums(checkpoint, body)
     report = verify(checkpoint)
     assert report.ok and report.has_checksums and not report.notes, report
     assert verified_load(checkpoint) is None
@@ -96,6 +108,32 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     flip(shard, shard.stat().st_size // 2, 3)
     flip(checkpoint / "checksums.json", 40, 0)
     assert "damaged" in verified_load(checkpoint)
+    file = files[shard.name]
+    for wrong, message in (
+        ({"files": files}, "no 'algorithm'"),
+        (body | {"algorithm": "md5"}, "must be one of xxh3_64"),
+        (body | {"block_size": 512}, "must be one of 1048576"),
+        (body | {"files": [1]}, "must be a dictionary"),
+        (body | {"files": {"../a": file}}, "without a path"),
+        (body | {"files": {"a": 3}}, "must be a dictionary"),
+        (body | {"files": {"a": {"size": file["size"]}}}, "no 'blocks'"),
+        (body | {"files": {"a": file | {"size": "9"}}}, "must be a whole number"),
+        (body | {"files": {"a": file | {"size": -1}}}, "must be a whole number"),
+        (body | {"files": {"a": file | {"blocks": 7}}}, "must be a text"),
+        (body | {"files": {"a": file | {"blocks": "0g"}}}, "no hexadecimal digits"),
+        (body | {"files": {"a": file | {"size": file["size"] + BLOCK_SIZE}}}, "bytes of hashes"),
+        (body | {"files": {"a": file | {"blocks": file["blocks"] + "00" * 8}}}, "bytes of hashes"),
+    ):
+        write_older_checksums(checkpoint, wrong)
+        with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+            read_checksums(checkpoint)
+        assert "checksums.json" in str(caught.value), message
+
+
+def test_checksums_name_files_of_their_directory_alone(checkpoint):
+    content = b"".join(seal_checksums(checksum_records({"../secret": checksums_of(b"content")})))
+    (checkpoint / "checksums.bin").write_bytes(content)
+    assert any("without a path" in problem for problem in verify(checkpoint).problems)
 
 
 def test_every_flipped_bit_is_found(checkpoint):

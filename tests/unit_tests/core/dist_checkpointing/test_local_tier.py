@@ -1,10 +1,14 @@
 """Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a neighbour fails."""
 
+import os
 import resource
+import signal
 import threading
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +25,8 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     verify,
 )
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.loading import spread_checkpoint
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
 from megatron.core.dist_checkpointing.local_tier import LocalTier, cliques
 from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
@@ -216,3 +222,34 @@ def read_at_random(rank, size, root, flips):
 @pytest.mark.parametrize("flips", [5, pytest.param(300, marks=pytest.mark.slow)])
 def test_no_flipped_byte_is_ever_loaded(pool, tmp_path, flips):
     pool.run(read_at_random, 2, str(tmp_path), flips, timeout=600)
+
+
+def a_holder_is_stopped(rank, size, root):
+    """Rank 1 has lost its disk, and rank 0 is stopped while rank 1 reads."""
+    node = Node(rank, root)
+    assert node.save(1).error is None
+    node.close()
+    held = [find_held(node.tier)]
+    dist.broadcast_object_list(held, 0)
+    only_there = held[0][0]._replace(writers=[(size, [0]) for size, _ in held[0][0].writers])
+    local = SpreadCheckpoint(node.tier, only_there)
+    pids = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    told = None
+    if rank == 1:
+        local.sums("__0_0.distcp")
+        os.kill(pids[0], signal.SIGSTOP)
+        try:
+            with mock.patch.object(spread_checkpoint, "_PATIENCE", timedelta(seconds=1)):
+                local.blocks_into(memoryview(bytearray(BLOCK_SIZE)), "__0_0.distcp", 0)
+        except CheckpointError as error:
+            told = str(error)
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+    dist.barrier()
+    return told
+
+
+def test_a_holder_that_hangs_is_named(pool, tmp_path):
+    _, told = pool.run(a_holder_is_stopped, 2, str(tmp_path))
+    assert "__0_0.distcp: rank 0, whose node has it, is dead or hanging" in told

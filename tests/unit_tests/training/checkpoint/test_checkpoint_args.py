@@ -24,6 +24,7 @@ def test_names_are_megatron_lms():
         "ffn_hidden_size": 80,
         "num_attention_heads": 4,
         "group_query_attention": True,
+        "cp_comm_type": ["p2p"],
         "num_query_groups": 2,
         "kv_channels": 8,
         "max_position_embeddings": 64,

@@ -39,6 +39,12 @@ def test_the_first_flags_that_every_user_types():
     assert line.given == {"ckpt_format": "torch_dist", "async_save": True, "ckpt_fully_parallel_save": True}
 
 
+def test_tokens_reach_the_same_experts_by_any_dispatcher():
+    line = flag_parser().parse("--moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 24".split())
+    assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
+    assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
+
+
 def test_no_option_of_megatron_lm_is_unknown():
     parse = flag_parser().parse
     words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}
@@ -78,7 +84,7 @@ OTHER_DEFAULTS = {
     "dist_ckpt_strictness": "decides what is an error, not what is computed",
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
     "dist_ckpt_workers": "files per rank",
-    "cp_comm_type": "a list with p2p there: one for all layers or one for each",
+    "cp_comm_type": "the same as a list",
     "beta_fast": "None means the same number there, as for the three below",
     "beta_slow": "see beta_fast",
     "original_max_position_embeddings": "see beta_fast",
