@@ -73,6 +73,8 @@ class DistributedConfig:
     """Only algorithms that give the same bits every time; an operation without one is an error."""
     tf32: bool = flag(False)
     """On CUDA, let fp32 matrix products round their inputs to TF32."""
+    disable_bf16_reduced_precision_matmul: bool = flag(False)
+    """On CUDA, let bf16 matrix products add up in fp32 throughout, also where a product is split."""
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
     dry_run: bool = flag(False)
