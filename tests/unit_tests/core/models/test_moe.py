@@ -17,9 +17,8 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
-from megatron.core.transformer.moe.balancing import finish_step, routers
-from megatron.core.transformer.moe.permutation import Permutation
-from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, sinkhorn
+from megatron.core.transformer.moe.dispatcher import Permutation
+from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.compare import assert_same
@@ -282,6 +281,18 @@ def test_muon_is_told_of_the_matrices_alone():
     wanted = {param for name, param in params.items() if name.endswith("linear_fc1.weight")}
     layouts = matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
     assert layouts.keys() == wanted
+
+
+def test_a_choice_at_random_uses_all_experts():
+    """--moe-router-force-load-balancing: whatever the weights say, which have gradients all the same."""
+    config = config_of(moe_router_topk=2, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.0)
+    router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
+    router.initialize(seed=1)
+    router.weight.data[0].fill_(10.0)
+    routing = router(torch.ones(2000, 16), 2)
+    assert (routing.experts.flatten().bincount(minlength=4) / 1000 - 1).abs().max() < 0.15
+    routing.probs[:, 0].sum().backward()
+    assert (router.weight.grad.abs() > 0).all()
 
 
 MICROBATCHES, TOKENS = 3, 24
