@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole life of a small model on any laptop, five to six minutes on two cores:
+# The whole life of a small model on any laptop, about three minutes on two cores:
 # corpus -> vocabulary -> .bin/.idx -> train with 2 processes -> checkpoint -> resume at another layout -> Hugging Face
 # -> a page with the whole run as one curve.
 # Finished steps are kept in $DEMO (default: demo/), so an interrupted run continues where it was; `rm -rf demo` starts over.
@@ -8,8 +8,8 @@ cd "$(dirname "$0")/../.."
 
 DEMO=${DEMO:-demo}
 PY=${VENV:-.venv}/bin/python
-TRAIN_ITERS=${TRAIN_ITERS:-200}   # first leg: data parallel, distributed optimizer
-TOTAL_ITERS=${TOTAL_ITERS:-320}   # second leg: tensor parallel, from the same checkpoint
+TRAIN_ITERS=${TRAIN_ITERS:-160}   # first leg: data parallel, distributed optimizer
+TOTAL_ITERS=${TOTAL_ITERS:-240}   # second leg: tensor parallel, from the same checkpoint
 mkdir -p "$DEMO"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 

@@ -41,28 +41,30 @@ class Place(NamedTuple):
 class ParallelConfig:
     """Sizes of the parallel axes; data parallelism takes what remains of the world."""
 
-    tensor_model_parallel_size: int = flag(1)
+    tensor_model_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which every layer's matrices are split."""
-    pipeline_model_parallel_size: int = flag(1)
+    pipeline_model_parallel_size: int = flag(1, positive=True)
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = flag(
-        None, "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+        None, "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank", positive=True
     )
     """Number of model chunks per pipeline stage (interleaved schedule)."""
-    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None, "--microbatch-group-size-per-virtual-pipeline-stage", positive=True
+    )
     """Micro batches that pass one model chunk of a stage before the next chunk. Default: the number of stages."""
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
     """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
-    context_parallel_size: int = flag(1)
+    context_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which every sequence is split."""
     cp_comm_type: list[str] = flag(("p2p",), choices=("p2p", "all_gather", "a2a"))
     """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
     (all_gather), or by exchanging positions for heads (a2a). One for all layers, or one for each."""
-    expert_model_parallel_size: int = flag(1)
+    expert_model_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = flag(None)
+    expert_tensor_parallel_size: int | None = flag(None, positive=True)
     """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
 
     def __post_init__(self) -> None:

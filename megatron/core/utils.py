@@ -62,6 +62,8 @@ def flag(
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
     positive: bool = False,
+    at_least: float | None = None,
+    at_most: float | None = None,
     decides: str | None = None,
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
@@ -70,8 +72,8 @@ def flag(
 
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
-    opposite of its default. `parse` makes the value of a word whose form the type does not tell; a `positive` number is
-    checked where the command line is read.
+    opposite of its default. `parse` makes the value of a word whose form the type does not tell; that a number is
+    `positive`, `at_least` or `at_most` so large is checked where the command line is read.
 
     A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
     same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two
@@ -82,6 +84,8 @@ def flag(
         "choices": choices,
         "parse": parse,
         "positive": positive,
+        "at_least": at_least,
+        "at_most": at_most,
         "decides": decides,
         "when": when or {},
     }

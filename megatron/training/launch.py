@@ -56,6 +56,7 @@ def join(config: DistributedConfig) -> torch.device:
         _be_deterministic()
     device = choose_device(config)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not config.disable_bf16_reduced_precision_matmul
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -340,12 +340,11 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
         report_evaluation(run, name, loss)
         if name == "validation":
             run.validated = (run.state.iteration, loss)
-        run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
+            run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
 
 
 def evaluate_at_the_end(run: Run, data: Data) -> None:
     """The validation loss of the last iteration, unless training has just measured it, and the test loss."""
-    training = run.config.training
-    if training.skip_train or not is_multiple(run.state.iteration, training.eval_interval):
+    if run.validated is None or run.validated[0] != run.state.iteration:
         evaluate_split(run, data.valid, "validation")
     evaluate_split(run, data.test, "test")

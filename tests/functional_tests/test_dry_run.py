@@ -28,6 +28,9 @@ def test_summary_and_plan(tmp_path):
     assert not (tmp_path / "save").exists()
     alone = dry_run(f"--mock-data --train-iters 4 {layout}")
     assert "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout  # one replica where no launcher says more
+    experts = "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --disable-bias-linear"
+    spread = dry_run(f"--mock-data --train-iters 4 {experts}")
+    assert "PP 2 x DP 4, experts ETP 1 x EP 4 x DP 1 on 8 ranks" in spread.stdout
 
 
 def test_everything_that_is_wrong(tmp_path):

@@ -243,9 +243,10 @@ GPT_OSS = (
     "--window-size 9,0 --window-attn-skip-freq 2 --init-method-std 0.2 --no-load-rng"
 )
 OTHER_THAN_GPT_OSS = ("--swiglu", "--disable-bias-linear")
-CURVES = [(OTHER, "cp2_ep2"), (GPT_OSS, "tp2_ep2_etp1")]
+CURVES = [(OTHER, "cp2_ep2"), (GPT_OSS, "tp2_ep2_etp2")]
 CURVES += [(OTHER, layout) for layout in ("ep2", "tp2_ep2_etp1", "pp2_ep2")]
-CURVES += [(GPT_OSS, layout) for layout in ("cp2_ep2", "pp2_ep2", "pp2_ep2_recomputed")]
+CURVES += [(GPT_OSS, layout) for layout in ("tp2", "tp2_ep2_etp1", "tp2_ep2_etp2_gathered", "cp2_ep2", "pp2_ep2")]
+CURVES += [(GPT_OSS, "pp2_ep2_recomputed")]
 
 
 @pytest.mark.parametrize("options,layout", some(CURVES, CURVES[:2]))

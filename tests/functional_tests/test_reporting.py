@@ -46,6 +46,15 @@ def test_text(starts):
     assert lines[-1] == " > exiting after iteration 4: iteration 4 is a multiple of --exit-interval 4"
 
 
+def test_a_record_that_cannot_be_kept_fails_no_run_and_other_mathematics_is_a_warning(pool, tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
+    first = pool.run(printed, 1, f"{flags} --exit-interval 1")[0]
+    assert " > WARNING: --goodput: the record in " in first and "iteration        1/" in first
+    second = pool.run(printed, 1, f"{flags} --norm-epsilon 1e-3")[0]
+    assert "WARNING: " in second and "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
+
+
 def test_json(starts):
     directory, _, (rank_0, _) = starts
     lines = [json.loads(line) for line in rank_0.splitlines()]

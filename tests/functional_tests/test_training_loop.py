@@ -80,6 +80,13 @@ def test_a_time_limit_saves_and_ends(pool, tmp_path):
     assert saved(tmp_path) == [f"iter_{outcome.iteration:07d}"]
 
 
+def test_a_limit_at_the_last_iteration_leaves_the_last_validation_to_the_end(pool):
+    """The time is over after iteration 2, which is the last: a save comes first, then what the run owes."""
+    flags = f"{LLAMA} --train-iters 2 --eval-interval 2 --eval-iters 1 --exit-duration-in-mins 1e-9 --lr-warmup-iters 0"
+    measured = pool.run(train, 1, flags)[0].measured
+    assert {("lm loss validation", 2), ("lm loss test", 2)} <= measured.points.keys()
+
+
 def test_batch_size_grows(pool, tmp_path):
     """Four iterations of 4, then of 8; interrupted while it grows, it goes on growing."""
     common = COMMON.replace("--lr-warmup-iters 2", "")

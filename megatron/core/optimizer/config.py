@@ -41,13 +41,13 @@ class OptimizerConfig:
     """Added to the denominator of Adam."""
     sgd_momentum: float = flag(0.9)
     """Momentum of SGD."""
-    ademamix_beta3: float | None = flag(None)
+    ademamix_beta3: float | None = flag(None, at_least=0, at_most=1)
     """Decay of AdEMAMix's slow running mean of the gradient."""
-    ademamix_alpha: float | None = flag(None)
+    ademamix_alpha: float | None = flag(None, at_least=0)
     """Weight of the slow mean."""
-    ademamix_beta3_warmup: int | None = flag(None)
+    ademamix_beta3_warmup: int | None = flag(None, at_least=0)
     """Iterations over which the decay of the slow mean rises to --ademamix-beta3."""
-    ademamix_alpha_warmup: int | None = flag(None)
+    ademamix_alpha_warmup: int | None = flag(None, at_least=0)
     """Iterations over which the weight of the slow mean rises to --ademamix-alpha."""
     muon_momentum: float = flag(0.9)
     """Decay of Muon's running mean of the gradient."""
@@ -152,21 +152,21 @@ class SchedulerConfig:
 
     lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
     """Shape of the decay after the warm-up; WSD is warm-up, stable, decay (Hu et al. 2024)."""
-    lr_decay_iters: int | None = flag(None)
+    lr_decay_iters: int | None = flag(None, positive=True)
     """Iterations until --min-lr is reached. Default: --train-iters."""
     lr_decay_samples: int | None = flag(None)
     """Samples until --min-lr is reached. Default: --train-samples."""
     lr_warmup_fraction: float | None = flag(None)
     """Fraction of the decay length over which the learning rate rises linearly, in place of the two below."""
-    lr_warmup_iters: int = flag(0)
+    lr_warmup_iters: int = flag(0, at_least=0)
     """Iterations over which the learning rate rises linearly."""
-    lr_warmup_samples: int = flag(0)
+    lr_warmup_samples: int = flag(0, at_least=0)
     """Samples over which the learning rate rises linearly."""
     lr_warmup_init: float = flag(0.0)
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
     """Shape of the decay phase of WSD."""
-    lr_wsd_decay_iters: int | None = flag(None)
+    lr_wsd_decay_iters: int | None = flag(None, at_least=0)
     """Iterations of the decay phase of WSD, the last of the schedule."""
     lr_wsd_decay_samples: int | None = flag(None)
     """Samples of the decay phase of WSD, the last of the schedule."""

@@ -285,7 +285,7 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
     if not ps.config.splits_experts:
         return info.counted and (info.tp_split or ps.tp.is_first)
     if info.expert:
-        return sharded or ps.edp.is_first
+        return (info.tp_split or ps.etp.is_first) and (sharded or ps.edp.is_first)
     return info.counted and (info.tp_split or ps.tp.is_first) and (sharded or ps.dp_cp.is_first)
 
 

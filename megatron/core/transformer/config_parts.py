@@ -52,9 +52,9 @@ class ComputeOptions:
     """How fp4 tensors are scaled: by the maxima of 16 elements (NVFP4)."""
     first_last_layers_bf16: bool = flag(False)
     """Keep the first and the last layers out of fp8 or fp4, as many as the two options below say."""
-    num_layers_at_start_in_bf16: int = flag(1)
+    num_layers_at_start_in_bf16: int = flag(1, at_least=0)
     """Layers at the start with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = flag(1)
+    num_layers_at_end_in_bf16: int = flag(1, at_least=0)
     """Layers at the end with --first-last-layers-bf16."""
     tp_comm_overlap: bool = flag(False)
     """Overlap collectives of tensor parallelism with the matrix products that they are for (Transformer Engine)."""
@@ -86,7 +86,7 @@ class ComputeOptions:
     dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
-    recompute_num_layers: int | None = flag(None)
+    recompute_num_layers: int | None = flag(None, positive=True)
     """Number of layers per group (uniform) or per chunk (block)."""
 
     @property
@@ -107,7 +107,7 @@ class ComputeOptions:
 class ExpertOptions:
     """Layers of experts, and the router that chooses among them."""
 
-    num_experts: int | None = flag(None, decides="shapes", meaning="experts")
+    num_experts: int | None = flag(None, at_least=0, decides="shapes", meaning="experts")
     """Number of experts of a layer with experts (Shazeer et al. 2017); without it, or 0 or 1, all layers are dense."""
     moe_layer_freq: int | list[int] = flag(
         1, parse=layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
@@ -137,12 +137,12 @@ class ExpertOptions:
     """A group is as good as the sum of so many of its best scores (2 in DeepSeek-V3). Default, and all that
     Megatron-LM has: --moe-router-topk / --moe-router-group-topk."""
     moe_router_topk_scaling_factor: float | None = flag(
-        None, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
+        None, positive=True, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
     )
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
     """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
-    moe_router_bias_update_rate: float = flag(1e-3)
+    moe_router_bias_update_rate: float = flag(1e-3, at_least=0)
     """By how much a step moves the expert bias."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE)
     """Precision of the router. Default: that of the model."""
@@ -153,7 +153,7 @@ class ExpertOptions:
     sinkhorn, by which a rank's tokens are spread evenly without a loss (Clark et al. 2022)."""
     moe_aux_loss_coeff: list[float] = flag((0.0,))
     """Coefficient of each of these losses."""
-    moe_z_loss_coeff: float | None = flag(None)
+    moe_z_loss_coeff: float | None = flag(None, at_least=0)
     """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
     moe_router_force_load_balancing: bool = flag(False)
     """Let the router choose at random, for measurements: new weights use some experts far more than others."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
@@ -19,7 +19,8 @@ class GroupedLinear(MegatronModule):
     """`y = x W[e]^T + b[e]` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
 
     The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1: every matrix is that
-    many stacked ones (gate and up), each of which is split. The bias is `[experts / EP, out]` and needs ETP 1.
+    many stacked ones (gate and up), each of which is split. The bias `[experts / EP, out]` is split as the rows of the
+    matrices are; where columns are split, every rank of ETP has all of it and the first one adds it to the sum.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class GroupedLinear(MegatronModule):
         shape[split_dim] = num_blocks * divide(shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP")
         info = ParamInfo(init, tp_dim=split_dim, tp_blocks=num_blocks, expert=True)
         self.weight = make_parameter(tuple(shape), config.params_dtype, device, info)
-        if bias and axes.etp.size > 1:
-            raise ValueError(f"experts with biases are not split: expert tensor parallelism {axes.etp.size} must be 1")
-        zeros = ParamInfo(Constant(0.0), expert=True)
+        of_rows = split_dim == 1
+        zeros = ParamInfo(
+            Constant(0.0), tp_dim=1 if of_rows else None, tp_blocks=num_blocks if of_rows else 1, expert=True
+        )
         self.bias = make_parameter(tuple(shape[:2]), config.params_dtype, device, zeros) if bias else None
 
     def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -55,7 +57,9 @@ class GroupedLinear(MegatronModule):
         y = self.project(x, counts)
         if self.bias is None:
             return y
-        rows = _ForEachRow.apply(self.bias, counts, len(y))
+        # What the ranks of ETP have of a row is summed; the gradient of that sum is the same on all of them.
+        added = self.split_dim == 1 or self.axes.etp.is_first
+        rows = _ForEachRow.apply(self.bias, counts, len(y), added)
         return y + (rows if probs is None else (rows * probs).to(y.dtype))
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -63,44 +67,50 @@ class GroupedLinear(MegatronModule):
         return _GroupedProduct.apply(x, self.weight, counts)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        state = self._sharded_weight(prefix + "weight")
-        if self.bias is not None:
-            key, axis = prefix + "bias", self.axes.ep
-            state[key] = ShardedTensor.split_rows(key, self.bias, axis.rank, axis.size)
-        return state
+        params = {prefix + name: param for name, param in self._parameters.items() if param is not None}
+        return {key: self._sharded(key, param) for key, param in params.items()}
 
-    def _sharded_weight(self, key: str) -> ShardedStateDict:
-        weight, etp, dim = self.weight.detach(), self.axes.etp, self.split_dim
-        whole, first = list(weight.shape), self.axes.ep.rank * weight.shape[0]
+    def _sharded(self, key: str, param: nn.Parameter) -> ShardedTensor:
+        """`[experts / EP, out]`, or that and the dimension of the inputs."""
+        local, etp, dim = param.detach(), self.axes.etp, self.split_dim
+        whole, first = list(local.shape), self.axes.ep.rank * local.shape[0]
         whole[0] *= self.axes.ep.size
-        whole[dim] *= etp.size
+        if dim < local.dim():
+            whole[dim] *= etp.size
+        inputs = (0,) * (local.dim() - 2)
         if etp.size == 1 or dim == 2:
-            offset = (first, 0, etp.rank * weight.shape[2] if dim == 2 else 0)
-            return {key: ShardedTensor(key, tuple(whole), weight.dtype, (Box(offset, weight),), self.weight)}
-        rows = weight.shape[1] // self.num_blocks
-        boxes = [
-            Box(
-                (first + e, (block * etp.size + etp.rank) * rows, 0),
-                weight[e : e + 1, block * rows : (block + 1) * rows],
-            )
-            for e in range(weight.shape[0])
-            for block in range(self.num_blocks)
-        ]
-        return {key: ShardedTensor(key, tuple(whole), weight.dtype, tuple(boxes), self.weight)}
+            column = tuple(etp.rank * size for size in local.shape[2:]) if dim == 2 else inputs
+            boxes = [Box((first, 0, *column), local)]
+        else:
+            rows = local.shape[1] // self.num_blocks
+            boxes = [
+                Box(
+                    (first + e, (block * etp.size + etp.rank) * rows, *inputs),
+                    local[e : e + 1, block * rows : (block + 1) * rows],
+                )
+                for e in range(local.shape[0])
+                for block in range(self.num_blocks)
+            ]
+        return ShardedTensor(key, tuple(whole), local.dtype, tuple(boxes), param)
 
 
 class _ForEachRow(torch.autograd.Function):
-    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a fixed order."""
+    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a fixed order.
+
+    Zeros where another rank adds it (not `added`), with the same gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, bias: Tensor, counts: Tensor, rows: int, added: bool) -> Tensor:
         ctx.save_for_backward(counts)
+        if not added:
+            return bias.new_zeros(rows, bias.shape[1])
         return bias.repeat_interleave(counts, 0, output_size=rows)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (counts,) = ctx.saved_tensors  # in fp32: sums of the model's precision would lose small gradients
-        return torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype), None, None
+        return torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype), None, None, None
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -43,7 +43,7 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
     num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
     """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per query head."""
-    kv_channels: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
+    kv_channels: int | None = flag(None, positive=True, decides="shapes", when=_NOT_LATENT)
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     multi_latent_attention: bool = flag(False, decides="shapes")
     """Queries, and keys with values, come from two narrow vectors per token (MLA, DeepSeek-V2); it has RoPE always."""
@@ -65,13 +65,13 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"), decides="shapes"
     )
     """How positions enter the model; yarn is rope with --rope-type yarn."""
-    rotary_base: float = flag(10000.0, decides="mathematics", when=_ROPE)
+    rotary_base: float = flag(10000.0, positive=True, decides="mathematics", when=_ROPE)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, decides="mathematics", when=_ROPE)
+    rotary_percent: float = flag(1.0, positive=True, at_most=1, decides="mathematics", when=_ROPE)
     """Fraction of each head that is rotated."""
     rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
     """Rotate elements 2i and 2i + 1 of a head together (GPT-J) in place of i and i + half."""
-    rotary_base_local: float | None = flag(None, decides="mathematics", when=_ROPE | _WINDOW)
+    rotary_base_local: float | None = flag(None, positive=True, decides="mathematics", when=_ROPE | _WINDOW)
     """Base of the rotary frequencies, unscaled, in layers with a sliding window. Default: as in all layers."""
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
@@ -79,34 +79,35 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Divide all rotary frequencies by this, for longer sequences (Chen et al. 2023)."""
     use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
     """Llama-3 frequency scaling with the four numbers below."""
-    rope_scaling_factor: float = flag(8.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_scaling_factor: float = flag(8.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: factor by which low frequencies are divided."""
-    rope_low_freq_factor: float = flag(1.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_low_freq_factor: float = flag(1.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: wavelengths above original_max_position / this are divided in full."""
-    rope_high_freq_factor: float = flag(4.0, decides="mathematics", when=_SCALED_ROPE)
+    rope_high_freq_factor: float = flag(4.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: wavelengths below original_max_position / this are left alone."""
-    rope_original_max_position_embeddings: int = flag(8192, decides="mathematics", when=_SCALED_ROPE)
+    rope_original_max_position_embeddings: int = flag(8192, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: the context length the frequencies were first trained for."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
     """Rotary frequencies as they are, or stretched for longer sequences (YaRN, Peng et al. 2023) with the numbers
     below. Default: yarn with --multi-latent-attention, else rope."""
-    rotary_scaling_factor: float = flag(1.0, decides="mathematics", when=_YARN)
+    rotary_scaling_factor: float = flag(1.0, positive=True, decides="mathematics", when=_YARN)
     """YaRN: by how much the context is longer than the one first trained for."""
     original_max_position_embeddings: int = flag(
         4096,
         "--original-max-position-embeddings",
         "--yarn-original-max-position-embeddings",
+        positive=True,
         decides="mathematics",
         when=_YARN,
     )
     """YaRN: the context length first trained for."""
-    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", decides="mathematics", when=_YARN)
+    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN)
     """YaRN: frequencies that turn more often than this in that context are left alone."""
-    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", decides="mathematics", when=_YARN)
+    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", positive=True, decides="mathematics", when=_YARN)
     """YaRN: frequencies that turn less often are divided by the factor."""
-    mscale: float = flag(1.0, decides="mathematics", when=_YARN)
+    mscale: float = flag(1.0, at_least=0, decides="mathematics", when=_YARN)
     """YaRN: rotated elements grow by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
-    mscale_all_dim: float = flag(0.0, decides="mathematics", when=_YARN)
+    mscale_all_dim: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
     """YaRN: as above; attention scores of --multi-latent-attention grow by the square of the lower term."""
     yarn_correction_range_round_to_int: bool = flag(
         True, "--no-yarn-correction-range-round-to-int", decides="mathematics", when=_YARN
@@ -119,7 +120,7 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
     """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
     (OLMo 2), or both (Gemma 2)."""
-    norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", decides="mathematics")
+    norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics")
     """Epsilon of the normalization."""
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
@@ -166,11 +167,11 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer a matrix of its own."""
-    hidden_dropout: float = flag(0.1)
+    hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout after the embedding and on every residual branch."""
-    attention_dropout: float = flag(0.1)
+    attention_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout on the attention probabilities."""
-    init_method_std: float = flag(0.02)
+    init_method_std: float = flag(0.02, at_least=0)
     """Standard deviation of the initial weights; output projections of a block get std / sqrt(2 * num_layers)."""
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tup
 
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
-    """Notes about other mathematics; ValueError that names every argument by which the shape differs."""
+    """Warnings about other mathematics; ValueError that names every argument by which the shape differs."""
     flags = stored_args(flags)
 
     def differing(what: str) -> list[str]:
@@ -107,4 +107,4 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
             f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
             "--use-checkpoint-args"
         )
-    return [f"warning: {source} was trained with other mathematics: {line}" for line in differing("mathematics")]
+    return [f"{source} was trained with other mathematics: {line}" for line in differing("mathematics")]

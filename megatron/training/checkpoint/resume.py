@@ -199,8 +199,8 @@ def _load(run: Run, start: Start) -> None:
     config, source, began = run.config.checkpoint, start.source, time.perf_counter()
 
     # Decide what to take, and check that it fits before anything changes.
-    for note in check_same_model(run.config.flags(), stored_args(source.args), source.description):
-        logger.info(note)
+    for warning in check_same_model(run.config.flags(), stored_args(source.args), source.description):
+        logger.warning(warning)
     training = None if start.weights_only else source.training
     with_optimizer = training is not None and not config.no_load_optim
     if with_optimizer:

@@ -15,11 +15,12 @@ import difflib
 import functools
 import inspect
 import itertools
+import math
 import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron.training.config.megatron_options import (
 )
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
+Bound = tuple[Callable[[Any], bool], str]  # what a value must fulfil, and how an error says that
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Spelling:
     words: str  # how many it takes: "0", "1", or "*" for all up to the next flag
     convert: Callable[[str], Any] = str  # of one word
     choices: tuple[str, ...] | None = None
-    positive: bool = False
+    bounds: tuple[Bound, ...] = ()
     const: Any = None  # the value, where no word is taken
 
     def value(self, name: str, words: Sequence[str]) -> Any:
@@ -56,6 +58,10 @@ class Spelling:
     def _converted(self, name: str, word: str) -> Any:
         if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
             word = word[1:-1]  # quotes that a script kept from its shell
+        if not word:
+            raise ValueError(
+                f"{name}: its value is empty, as an unset variable would be: give one, or leave out {name}"
+            )
         word = OLD_VALUES.get(self.dest, {}).get(word, word)
         try:
             value = self.convert(word)
@@ -64,8 +70,9 @@ class Spelling:
             raise ValueError(f"{name}: {word!r} is not {kind}") from None
         if self.choices is not None and value not in self.choices:
             raise ValueError(f"{name}: {word!r} is not one of {', '.join(self.choices)}")
-        if self.positive and not value > 0:
-            raise ValueError(f"{name} must be positive, got {word}")
+        for holds, what in self.bounds:
+            if not holds(value):
+                raise ValueError(f"{name} must be {what}, got {word}")
         return value
 
 
@@ -223,8 +230,20 @@ def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
     metadata = field.metadata
     convert = metadata["parse"] or _word(hint)[0]
     words = "*" if typing.get_origin(hint) is list else "1"
-    spelling = Spelling(field.name, words, convert, metadata["choices"], metadata["positive"])
+    spelling = Spelling(field.name, words, convert, metadata["choices"], _bounds(metadata, convert))
     return dict.fromkeys(option_names(field), spelling)
+
+
+def _bounds(metadata: Mapping[str, Any], convert: Callable[[str], Any]) -> tuple[Bound, ...]:
+    """A number is in the range of its field, and finite in any case: NaN is neither above nor below anything."""
+    low, high = metadata["at_least"], metadata["at_most"]
+    bounds = {
+        "a finite number": (convert is float, math.isfinite),
+        "positive": (metadata["positive"], lambda value: value > 0),
+        f"at least {low}": (low is not None, lambda value: value >= low),
+        f"at most {high}": (high is not None, lambda value: value <= high),
+    }
+    return tuple((holds, what) for what, (wanted, holds) in bounds.items() if wanted)
 
 
 def _take(words: collections.deque[str], arity: str) -> list[str]:

@@ -48,9 +48,10 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }
 
-# Field -> values of older releases and of forks, and what they are called today.
+# Field -> values of older releases, of forks and of other libraries for the same, and what they are called here.
 OLD_VALUES: dict[str, dict[str, str]] = {
     "optimizer": {"dist_muon": "muon"},
+    "moe_token_dispatcher_type": {"flex": "alltoall"},  # over DeepEP or HybridEP
     "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
     "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
     "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},

@@ -16,16 +16,16 @@ from megatron.core.utils import flag
 class TrainingConfig:
     """Batches, length of the run, and how it ends."""
 
-    micro_batch_size: int = flag(1)
+    micro_batch_size: int = flag(1, positive=True)
     """Samples that one model replica takes through a forward and backward pass at a time."""
-    global_batch_size: int | None = flag(None)
+    global_batch_size: int | None = flag(None, positive=True)
     """Samples per optimizer step, over all replicas. Default: micro batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None)
     """Three numbers START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = flag(None)
     """Pairs TOKENS:SIZE (0:384 200B:768): the global batch has SIZE from that number of tokens on; K, M, B, T multiply.
     Replaces --global-batch-size."""
-    eval_global_batch_size: int | None = flag(None)
+    eval_global_batch_size: int | None = flag(None, positive=True)
     """Samples per batch of an evaluation. Default: --global-batch-size."""
     decrease_batch_size_if_needed: bool = flag(False)
     """Round a ramping global batch down to a multiple of micro batch x data-parallel size instead of failing."""
@@ -41,19 +41,19 @@ class TrainingConfig:
     """Continue when a loss or gradient is NaN or infinite instead of stopping with its rank and iteration."""
     skip_train: bool = flag(False)
     """Only evaluate, do not train."""
-    eval_iters: int = flag(100)
+    eval_iters: int = flag(100, at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
     eval_interval: int | None = flag(1000, positive=True)
     """Iterations between evaluations on the validation set."""
     exit_interval: int | None = flag(None, positive=True)
     """Save and end the process when the iteration is a multiple of this."""
-    exit_duration_in_mins: float | None = flag(None)
+    exit_duration_in_mins: float | None = flag(None, positive=True)
     """Save and end the process within this many minutes: in time for a save that takes as long as the last one did."""
     exit_signal_handler: bool = flag(False)
     """On SIGTERM or SIGUSR1 finish the iteration, save and end, on all ranks together."""
     manual_gc: bool = flag(False)
     """Run Python's garbage collector only at --manual-gc-interval, at the same iterations on all ranks."""
-    manual_gc_interval: int = flag(0)
+    manual_gc_interval: int = flag(0, at_least=0)
     """Iterations between garbage collections with --manual-gc; 0: none."""
 
 
@@ -63,16 +63,18 @@ class DistributedConfig:
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA devices, gloo on CPU."""
-    distributed_timeout_minutes: float = flag(10.0)
+    distributed_timeout_minutes: float = flag(10.0, positive=True)
     """How long a collective waits for a missing rank before the run stops."""
     device: str | None = flag(None, choices=("cpu", "cuda"))
     """Where to train. Default: cuda if there is one."""
-    num_threads: int | None = flag(None)
+    num_threads: int | None = flag(None, positive=True)
     """CPU threads per process. Default: $OMP_NUM_THREADS, else an equal share of this node's cores."""
     deterministic_mode: bool = flag(False)
     """Only algorithms that give the same bits every time; an operation without one is an error."""
     tf32: bool = flag(False)
     """On CUDA, let fp32 matrix products round their inputs to TF32."""
+    disable_bf16_reduced_precision_matmul: bool = flag(False)
+    """On CUDA, let bf16 matrix products add up in fp32 throughout, also where a product is split."""
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
     dry_run: bool = flag(False)
@@ -128,7 +130,7 @@ class PipelineLayoutConfig:
 class LoggingConfig:
     """What is reported, and where."""
 
-    log_interval: int = flag(100)
+    log_interval: int = flag(100, positive=True)
     """Iterations between lines in the log."""
     log_format: str = flag("text", choices=("text", "json"))
     """Print Megatron-LM's lines, or one JSON object per line."""
@@ -140,15 +142,15 @@ class LoggingConfig:
     """Report the norm of all parameters."""
     log_num_zeros_in_grad: bool = flag(False)
     """Report the number of zeros in the gradient."""
-    timing_log_level: int = flag(0)
+    timing_log_level: int = flag(0, at_least=0, at_most=2)
     """0: iteration time only; 1: the phases of an iteration; 2: also waiting for data and the forward passes."""
     timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
     """Over ranks, report the slowest, the slowest and fastest, or all."""
     tensorboard_dir: str | None = flag(None)
     """Write TensorBoard events here."""
-    tensorboard_log_interval: int = flag(1)
+    tensorboard_log_interval: int = flag(1, positive=True)
     """Iterations between TensorBoard (and Weights & Biases) points."""
-    tensorboard_queue_size: int = flag(1000)
+    tensorboard_queue_size: int = flag(1000, positive=True)
     """Events that TensorBoard keeps in memory before it writes."""
     log_timers_to_tensorboard: bool = flag(False)
     """Also write the timers to TensorBoard."""
@@ -218,9 +220,9 @@ class CheckpointConfig:
     """Let the first of the ranks that hold the same weights write all of them instead of sharing the work."""
     ckpt_assume_constant_structure: bool = flag(False)
     """Plan once without comparing between saves; a change of structure is an error then."""
-    dist_ckpt_workers: int = flag(2)
+    dist_ckpt_workers: int = flag(2, positive=True)
     """Files that each rank writes at once."""
-    ckpt_staging_mem_limit: float | None = flag(None)
+    ckpt_staging_mem_limit: float | None = flag(None, positive=True)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: as much as a rank writes."""
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """A save fails when no rank has written anything for this long."""
@@ -235,7 +237,7 @@ class CheckpointConfig:
     """Keep copies of local checkpoints on the disks of other nodes."""
     replication_jump: int | None = flag(None, positive=True)
     """Copies of what a rank writes go to the ranks so far apart. Default: the number of ranks of a node."""
-    replication_factor: int = flag(2)
+    replication_factor: int = flag(2, positive=True)
     """Nodes that have a file of a local checkpoint, with --replication."""
     exit_on_save_failure: bool = flag(False)
     """Stop when a checkpoint cannot be saved, instead of warning."""

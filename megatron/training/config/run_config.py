@@ -147,10 +147,17 @@ def flag_parser() -> FlagParser:
 
 
 def replica_size(argv: Sequence[str]) -> int:
-    """Processes that one replica of the model takes; 1 where the flags do not say."""
+    """The fewest processes that the model and its experts can be split over; 1 where the flags do not say."""
     given = flag_parser().parse(argv).given
-    sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    return math.prod(given.get(name, 1) for name in sizes)
+
+    def size_of(axis: str) -> int:
+        return max(1, given.get(f"{axis}_parallel_size", 1))
+
+    stages, dense = size_of("pipeline_model"), size_of("tensor_model") * size_of("context")
+    experts = size_of("expert_model")
+    if (given.get("num_experts") or 0) > 1:
+        experts *= given.get("expert_tensor_parallel_size") or size_of("tensor_model")
+    return stages * math.lcm(dense, experts)
 
 
 def parse_args(argv: Sequence[str], world_size: int) -> Config:

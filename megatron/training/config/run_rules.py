@@ -127,11 +127,6 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
         return
     width, shared = model.moe_ffn_size, model.moe_shared_expert_intermediate_size or 0
     yield from _not_divisible({"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size)
-    if model.add_bias_linear and parallel.etp_size > 1:
-        yield (
-            f"--expert-tensor-parallel-size {parallel.etp_size} needs --disable-bias-linear: an expert with biases is "
-            "not split. Give --expert-tensor-parallel-size 1, or leave the biases out"
-        )
     yield from _not_divisible({"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size)
     yield from _not_divisible(
         {"--moe-shared-expert-intermediate-size": shared}, "--tensor-model-parallel-size", parallel.tp_size

@@ -83,20 +83,36 @@ class BatchSchedule:
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Samples consumed when `iterations` more iterations are done."""
-        while iterations > 0 and consumed_samples < self.steps[-1][0]:
-            consumed_samples += self.global_batch_size_at(consumed_samples)
-            iterations -= 1
-        return consumed_samples + iterations * self.global_batch_size_at(consumed_samples)
+        for size, within in self._stretches(consumed_samples):
+            if within is None or iterations < within:
+                break
+            consumed_samples += within * size
+            iterations -= within
+        return consumed_samples + iterations * size
 
     def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
         """Whole iterations from `consumed_samples` on until `samples` samples in all are used up."""
-        consumed, iterations = consumed_samples, 0
-        while consumed < self.steps[-1][0]:
-            if consumed + self.global_batch_size_at(consumed) > samples:
-                return iterations
-            consumed += self.global_batch_size_at(consumed)
-            iterations += 1
-        return iterations + max(0, samples - consumed) // self.global_batch_size_at(consumed)
+        iterations = 0
+        for size, within in self._stretches(consumed_samples):
+            fitting = max(0, samples - consumed_samples) // size
+            if within is None or fitting < within:
+                break
+            consumed_samples += within * size
+            iterations += within
+        return iterations + fitting
+
+    def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int | None]]:
+        """(global batch size, number of iterations that have it) from there on; None: all that follow.
+
+        A ramp-up can last for 10,000 iterations, and how many are left is asked in each of them.
+        """
+        while consumed_samples < self.steps[-1][0]:
+            size = self.global_batch_size_at(consumed_samples)
+            ahead = self.steps[bisect.bisect_right(self.steps, consumed_samples, key=itemgetter(0))][0]
+            within = -(-(ahead - consumed_samples) // size)
+            yield size, within
+            consumed_samples += within * size
+        yield self.global_batch_size_at(consumed_samples), None
 
 
 def rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[Step, ...]:

@@ -33,7 +33,7 @@ class TokenizerConfig:
     of the model, are read from text, and EOD is <EOD>."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
     """TikTokenizer: by which of Megatron-LM's two patterns text is cut into words. Default: v2."""
-    tiktoken_num_special_tokens: int = flag(1000)
+    tiktoken_num_special_tokens: int = flag(1000, positive=True)
     """TikTokenizer: ids in front of the ranks; those that --tokenizer-special-tokens leaves are <SPECIAL_n>."""
     trust_remote_code: bool = flag(False)
     """Run the code that a Hugging Face tokenizer's directory brings along. Never taken from a checkpoint."""
@@ -46,7 +46,7 @@ class TokenizerConfig:
     TikTokenizer: how many of its file are read, with the special ones (default: 131072)."""
     null_tokenizer_eod_id: int | None = flag(None)
     """NullTokenizer: the end of a document, one of the n tokens of --vocab-size n, as in Megatron-LM since 0.19."""
-    make_vocab_size_divisible_by: int = flag(128)
+    make_vocab_size_divisible_by: int = flag(128, positive=True)
     """The embedding is padded to a multiple of this times the tensor-parallel size; padding never changes the loss."""
 
     def __post_init__(self) -> None:

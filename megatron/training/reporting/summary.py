@@ -24,7 +24,7 @@ from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import Writer, make_writers
-from megatron.training.reporting.run_record import RUN_FILE, RunRecord, finite, goodput, read_record
+from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, finite, goodput, read_record
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,11 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
 
 def _report_goodput(run: Run, save: Path) -> None:
     """Where the time of all starts went (--goodput)."""
-    spent = goodput(read_record(save))
+    try:
+        spent = goodput(read_record(save))
+    except (OSError, ValueError, LookupError) as error:  # the record is for people: a gap in it must not fail a run
+        logger.warning(f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})")
+        return
     total = sum(spent.values()) or 1.0
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
     line = f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"

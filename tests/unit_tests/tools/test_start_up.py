@@ -14,6 +14,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.format.metadata import itemsize
 from tests import ROOT
+from tests.training_harness import COMMON
+from tests.training_harness import LLAMA as LLAMA_MODEL
 
 LLAMA = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
 CONVERT, INSPECT = "tools/checkpoint/convert.py", "tools/checkpoint/inspect.py/__main__.py"
@@ -87,3 +89,17 @@ def test_the_names_of_dist_checkpointing_are_there():
     assert len(words) > 40 and all(hasattr(dist_checkpointing, word) for word in words - {""})
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         dist_checkpointing.nothing  # noqa: B018
+
+
+def test_training_saves_and_resumes_without_dtensor_and_sympy(tmp_path):
+    """DCP brings them along, which takes as long as a dozen small saves: its classes are written by name."""
+    code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('IMPORTED', {'sympy', 'torch.distributed.tensor'} & "
+    code += "sys.modules.keys())"
+    flags = f"{COMMON} {LLAMA_MODEL} --mock-data --train-iters 4 --save {tmp_path} --load {tmp_path} --async-save"
+    for stop in (2, 4):
+        words = [sys.executable, "-c", code, *flags.split(), "--exit-interval", str(stop)]
+        done = subprocess.run(
+            words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        assert "IMPORTED set()" in done.stdout, done.stdout + done.stderr
+        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(stop)

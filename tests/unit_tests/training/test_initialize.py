@@ -14,7 +14,7 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.objects import get_rng_state, megatron_rng_state, rng_key, set_rng_state
 from megatron.training.config.options import DistributedConfig
-from megatron.training.launch import choose_device, initialize, lost_ranks_explained, num_threads, seed_everything
+from megatron.training.launch import choose_device, initialize, join, lost_ranks_explained, num_threads, seed_everything
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"
@@ -40,6 +40,18 @@ def test_devices_that_are_not_there():
         choose_device(DistributedConfig(device="cuda"))
     with pytest.raises(ValueError, match="--distributed-backend nccl"):
         choose_device(DistributedConfig(distributed_backend="nccl"))
+
+
+def test_how_bf16_products_add_up(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    try:
+        for disabled in (True, False):
+            join(DistributedConfig(device="cpu", disable_bf16_reduced_precision_matmul=disabled))
+            assert matmul.allow_bf16_reduced_precision_reduction is not disabled
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize(

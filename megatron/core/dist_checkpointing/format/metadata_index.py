@@ -12,21 +12,15 @@ as a whole.
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import pickle
 import struct
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
@@ -35,16 +29,8 @@ from megatron.core.dist_checkpointing.format.metadata import (
     Location,
     StoredTensor,
     check_inside,
-    decode_dcp,
 )
 from megatron.core.dist_checkpointing.format.safe_globals import DTYPE_NAME
-from megatron.core.lazy_import import lazy_module
-from megatron.core.object_storage import path_of
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
@@ -59,20 +45,6 @@ _NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)
 
 INTEGERS = {1: (b"K", "<u1"), 2: (b"M", "<u2"), 4: (b"J", "<i4"), 8: (b"\x8a\x08", "<i8")}  # by width in bytes
 _GET, _PUT = (b"j", "<u4"), (b"r", "<u4")  # opcodes that read and write the memo
-
-
-@lru_cache
-def dcp_classes() -> tuple[ModuleType, tuple[type, ...]]:
-    """DCP's module of classes, and those that entries name again and again.
-
-    Imported by who writes, not with this module: it brings DTensor and sympy along, a third of a program's start.
-    """
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    classes = (torch.Size, dcp.ChunkStorageMetadata, dcp.MetadataIndex, _StorageInfo, dcp.TensorStorageMetadata)
-    assert len(classes) == _NUM_CLASSES
-    return dcp, classes
 
 
 class Entry:
@@ -160,13 +132,32 @@ def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(encoded)) + encoded
 
 
-def _plain(value: Any) -> bytes:
-    """The opcodes of any small object, without memo."""
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=2)
-    pickler.fast = True
-    pickler.dump(value)
-    return buffer.getvalue()[2:-1]  # without protocol and end
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+# DCP's classes by name: to import them brings DTensor and sympy along, which takes a third as long as torch itself.
+_dcp = partial(_global, "torch.distributed.checkpoint.metadata")
+_CLASSES = (  # those that entries name again and again
+    _global("torch", "Size"),
+    _dcp("ChunkStorageMetadata"),
+    _dcp("MetadataIndex"),
+    _global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    _dcp("TensorStorageMetadata"),
+)
+assert len(_CLASSES) == _NUM_CLASSES
+BYTES = _dcp("BytesStorageMetadata") + b")\x81"
+STORAGE_META = _dcp("StorageMeta") + b")\x81}("
+STORAGE_META += b"".join(_text(name) + b"N" for name in ("checkpoint_id", "save_id", "load_id"))
+STORAGE_META += _text("modules") + b"]ub"
+
+
+def tensor_properties(dtype: str) -> bytes:
+    """DCP's TensorProperties of a dtype: its state is (dtype, layout, requires_grad, memory format, pin_memory)."""
+    layout = _global("torch.serialization", "_get_layout") + _text("torch.strided") + b"\x85R"
+    contiguous = _dcp("_MEM_FORMAT_ENCODING") + b"K\0\x85R"
+    state = b"(" + _global("torch", dtype) + layout + b"\x89" + contiguous + b"\x89t"
+    return _dcp("TensorProperties") + b")\x81" + state + b"b"
 
 
 class BoxList(NamedTuple):
@@ -238,19 +229,18 @@ class _PickleWriter:
 def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """The pickle that every version of DCP (and Megatron-core through it) reads, and our index; in blocks."""
     writer, tensors = _PickleWriter(), metadata.tensors
-    dcp, classes = dcp_classes()
     # Phase 1: what entries name again and again goes into the memo, so that every entry is short and of fixed length.
     writer.add(b"\x80\4")
-    writer.remember([*map(_plain, classes), *map(_text, _NAMES)])
+    writer.remember([*_CLASSES, *map(_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
     first_file = writer.remember(map(_text, files))
     first_key = writer.remember(map(_text, tensors))
     dtypes = {tensor.dtype_name: 0 for tensor in tensors.values()}
     for dtype in dtypes:
-        dtypes[dtype] = writer.remember([_plain(dcp.TensorProperties(dtype=getattr(torch, dtype)))])
+        dtypes[dtype] = writer.remember([tensor_properties(dtype)])
 
     # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
-    writer.add(_plain(dcp.Metadata), b")\x81}(", _text("state_dict_metadata"), b"}")
+    writer.add(_dcp("Metadata"), b")\x81}(", _text("state_dict_metadata"), b"}")
     lists = []
     for number, tensor in enumerate(tensors.values(), first_key):
         size = _torch_size(map(_number, tensor.shape))
@@ -259,7 +249,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         lists.append(writer.add_boxes(tensor.chunks))
         writer.add(end, b"s")
     for key in metadata.objects:
-        writer.add(_text(key), _plain(dcp.BytesStorageMetadata()), b"s")
+        writer.add(_text(key), BYTES, b"s")
     writer.add(_text("planner_data"), b"}")  # a flat dictionary; older versions of torch insist on it
     for key in [*tensors, *metadata.objects]:
         writer.add(_text(key), _text(key), b"\x85s")
@@ -275,7 +265,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         writer.add(*_instance(_INDEX, fqn=[_text(key)], index=[b"N"]))
         place = {"offset": [_number(position)], "length": [_number(length)]}
         writer.add(*_instance(_INFO, relative_path=[_text(file)], **place), b"s")
-    start = writer.add(_text("storage_meta"), _plain(dcp.StorageMeta()), _text("version"), _text("1.0.0"), b"ub.")
+    start = writer.add(_text("storage_meta"), STORAGE_META, _text("version"), _text("1.0.0"), b"ub.")
 
     # Phase 3: the index behind the pickle, for our own reader.
     sizes = metadata.tensor_file_sizes()
@@ -302,41 +292,6 @@ def _json_list(values: Iterable[Any]) -> bytes:
 
 def _json_object(**encoded: bytes) -> bytes:
     return b"{" + b",".join(_json(name) + b":" + value for name, value in encoded.items()) + b"}"
-
-
-Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
-
-
-def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
-    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that names `where`."""
-    footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
-    if footer[-len(MAGIC) :] != MAGIC:
-        return decode_dcp(read(0, size), where)
-    position, length, digest, _ = FOOTER.unpack(footer)
-    content = read(position, length) if position + length <= size else b""
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise schema.CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
-    return _Index(read, content, size, where).metadata()
-
-
-def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
-    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
-    path = path_of(directory) / METADATA
-    try:
-        file = schema.open_file(path)
-        if file.descriptor is None:  # an object: one request instead of two for every tensor
-            return decode_metadata(file.read(0, file.size), str(path))
-        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
-        return open_metadata(file.read, file.size, str(path))
-    except FileNotFoundError as error:
-        raise schema.CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
-    except OSError as error:
-        raise schema.CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
-    """As `open_metadata`, for a file in memory."""
-    return open_metadata(lambda position, length: data[position : position + length], len(data), where)
 
 
 def _tuple_of(*checks: schema.Check) -> schema.Check:
@@ -371,8 +326,11 @@ _INDEX_FIELDS = schema.record(
 )
 
 
-class _Index:
-    """What stands behind the pickle."""
+Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
+
+
+class MetadataIndex:
+    """What stands behind the pickle. Raises CheckpointError that names `where`."""
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
         fields = _INDEX_FIELDS(schema.parse_json(content, f"{where}: its index"), f"{where}: its index")

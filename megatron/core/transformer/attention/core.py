@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention.blockwise import blockwise_attention
-from megatron.core.transformer.attention.kernels import Scoring
+from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
 from megatron.core.transformer.attention.mask import AttentionMask
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,6 +84,9 @@ class CoreAttention(MegatronModule):
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float) -> Tensor:
         mask = self.mask(q.shape[2], documents, q.dtype, q.device)
+        if q.device.type == "cpu" and q.dtype != torch.float32 and not dropout:
+            context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
+            return context
         grouped = q.shape[1] > k.shape[1]
         if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

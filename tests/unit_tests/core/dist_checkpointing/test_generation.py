@@ -23,9 +23,6 @@ import json, os, signal, sys, threading, torch
 from pathlib import Path
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor
 
-from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
-
-dcp_classes()  # takes a second: once, not in every child
 torch.set_num_threads(1)
 STATE = {"w": ShardedTensor.replicated("w", torch.ones(1000))}
 

@@ -9,7 +9,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.attention.kernels import Block, Scoring, attend, attend_backward
+from megatron.core.transformer.attention.kernels import Block, CpuAttention, Scoring, attend, attend_backward
 from megatron.core.transformer.placement import ContextParallel, Placement, local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -190,3 +190,29 @@ def test_the_kernels_of_a_block_are_those_of_attention(device, dtype, tolerance,
         (out, *attend_backward(g, q, k, v, out, lse, block, Scoring())), (expected, *inputs), strict=True
     ):
         torch.testing.assert_close(got, want if want is expected else want.grad, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["causal", "seen", "added"])
+def test_low_precision_attends_in_fp32_on_a_cpu(kind):
+    """Bitwise the fp32 kernel's output, cast; gradients as close to fp32's as those of torch's bf16 kernel."""
+    generator = torch.Generator().manual_seed(2)
+    q, g = torch.randn(2, 2, 8, 24, 16, generator=generator).bfloat16()
+    k, v = torch.randn(2, 2, 4, 24, 16, generator=generator).bfloat16()
+    seen = torch.ones(24, 24, dtype=torch.bool).tril() & ~torch.ones(24, 24, dtype=torch.bool).tril(-6)
+    mask = {"causal": None, "seen": seen, "added": torch.zeros(1, 1, 24, 24).masked_fill(~seen, -3.5).bfloat16()}[kind]
+
+    def results(attention, dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        out = attention(*inputs, mask if mask is None or mask.dtype == torch.bool else mask.to(dtype))
+        out.backward(g.to(dtype))
+        return [out.detach(), *(x.grad for x in inputs)]
+
+    def sdpa(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=0.2)
+
+    exact, torch_bf16 = results(sdpa, torch.float32), results(sdpa, torch.bfloat16)
+    ours = results(lambda q, k, v, mask: CpuAttention.apply(q, k, v, mask, 0.2), torch.bfloat16)
+    assert torch.equal(ours[0], exact[0].bfloat16())
+    for name, got, want, peer in zip(("dq", "dk", "dv"), ours[1:], exact[1:], torch_bf16[1:], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).abs().max() <= 1.1 * (peer - want).abs().max(), name

@@ -236,9 +236,9 @@ def test_the_expert_bias_follows_the_load():
     torch.testing.assert_close(router.expert_bias, torch.tensor([0.299, 0.201, 0.101, 0.001]))
 
 
-def biases_after_steps(rank, world_size, ddp, **optimizer):
+def biases_after_steps(rank, world_size, ddp, sizes, **optimizer):
     """Of experts, after steps with gradients that each rank makes from (name, step)."""
-    parallel = ParallelConfig(expert_model_parallel_size=world_size)
+    parallel = ParallelConfig(**sizes)
     ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
     model = GPTModel(config_of(add_bias_linear=True), experts=ps.expert_axes)
     model.initialize(seed=5)
@@ -259,20 +259,25 @@ def biases_after_steps(rank, world_size, ddp, **optimizer):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_biases_of_experts_are_no_matrices(pool, world_size, sharded):
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "shapes"),
+    [
+        (1, {}, {(4, 64), (4, 16)}),
+        (2, {"expert_model_parallel_size": 2}, {(2, 64), (2, 16)}),
+        (2, {"expert_tensor_parallel_size": 2}, {(4, 32), (4, 16)}),
+    ],
+    ids=["one", "ep2", "etp2"],
+)
+def test_biases_of_experts_are_no_matrices(pool, world_size, sizes, shapes, sharded):
     """They are `[experts, n]`, and have no weight decay; Muon leaves them to Adam."""
-    ddp = {"use_distributed_optimizer": sharded}
-    decayed, muon = (
-        pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.5, optimizer=rule), world_size)
-        for rule in ("adam", "muon")
-    )
-    plain = pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.0), world_size)
-    for expected, *others in zip(plain, decayed, muon, strict=True):
-        assert {tuple(bias.shape) for bias in expected.values()} == {(4 // world_size, 64), (4 // world_size, 16)}
-        assert all((bias != 1.0).all() for bias in expected.values())
-        for other in others:
-            assert_same(other, expected)
+    after = partial(biases_after_steps, ddp={"use_distributed_optimizer": sharded}, sizes=sizes)
+    plain = pool.run(partial(after, weight_decay=0.0), world_size)
+    for rule in ("adam", "muon"):
+        decayed = pool.run(partial(after, weight_decay=0.5, optimizer=rule), world_size)
+        for expected, got in zip(plain, decayed, strict=True):
+            assert {tuple(bias.shape) for bias in expected.values()} == shapes
+            assert all((bias != 1.0).all() for bias in expected.values())
+            assert_same(got, expected)
 
 
 def test_muon_is_told_of_the_matrices_alone():

@@ -32,6 +32,10 @@ class Example:
     """Window."""
     paths: list[str] | None = flag(None, "--paths", "--path")
     """Paths."""
+    workers: int = flag(2, positive=True)
+    """Workers."""
+    dropout: float = flag(0.1, at_least=0, at_most=1)
+    """Dropout."""
     internal: int = field(default=7)
 
 
@@ -65,6 +69,12 @@ def test_every_kind_of_value():
     [
         ("--num-layers four", r"--num-layers: 'four' is not an integer"),
         ("--num-layers", r"--num-layers needs a value"),
+        ("--rate nan", r"--rate must be a finite number, got nan"),
+        ("--rate=-inf", r"--rate must be a finite number, got -inf"),
+        ("--workers 0", r"--workers must be positive, got 0"),
+        ("--dropout -0.1", r"--dropout must be at least 0, got -0.1"),
+        ("--dropout 1.5", r"--dropout must be at most 1, got 1.5"),
+        ("--paths a ''", r"--paths: its value is empty, as an unset variable would be"),
         ("--kind c", r"--kind: 'c' is not one of a, b"),
         ("--window 3", r"--window: '3' is not 2 numbers joined by commas"),
         ("--optimzer adam", r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$"),

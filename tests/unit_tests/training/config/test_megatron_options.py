@@ -39,6 +39,14 @@ def test_the_first_flags_that_every_user_types():
     assert line.given == {"ckpt_format": "torch_dist", "async_save": True, "ckpt_fully_parallel_save": True}
 
 
+def test_tokens_reach_the_same_experts_by_any_dispatcher():
+    line = flag_parser().parse(
+        ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
+    )
+    assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
+    assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
+
+
 def test_no_option_of_megatron_lm_is_unknown():
     parse = flag_parser().parse
     words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}

@@ -74,7 +74,7 @@ CONTEXT = "--context-parallel-size"
         ),
         (f"{CONTEXT} 2", 2, r"--attention-dropout 0.1 .*Give --attention-dropout 0, or --cp-comm-type a2a"),
         (f"{CONTEXT} 2 --cp-comm-type ring", 2, r"--cp-comm-type.*ring"),
-        (f"{CONTEXT} 0", 1, "parallel sizes must be positive"),
+        (f"{CONTEXT} 0", 1, "--context-parallel-size must be positive, got 0"),
     ],
 )
 def test_context_parallelism_that_cannot_run(flags, world, message):
@@ -205,6 +205,27 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
         ("--use-checkpoint-args --load /nowhere", 1, ["/nowhere"]),
         ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
         ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+        *(
+            (f"{flag} {value}", 1, [f"{flag} must be", value])
+            for flag, value in {
+                "--hidden-dropout": "-0.1",
+                "--attention-dropout": "1.1",
+                "--norm-epsilon": "-1e-5",
+                "--rotary-percent": "1.5",
+                "--rotary-base": "0",
+                "--kv-channels": "-8",
+                "--context-parallel-size": "0",
+                "--micro-batch-size": "0",
+                "--eval-iters": "-1",
+                "--log-interval": "0",
+                "--tensorboard-log-interval": "0",
+                "--num-threads": "0",
+                "--dist-ckpt-workers": "0",
+                "--ckpt-staging-mem-limit": "0",
+                "--distributed-timeout-minutes": "-1",
+                "--make-vocab-size-divisible-by": "0",
+            }.items()
+        ),
     ],
 )
 def test_impossible_combinations_name_every_number(more, world_size, numbers):
@@ -220,6 +241,14 @@ def test_impossible_combinations_name_every_number(more, world_size, numbers):
 def test_what_must_be_given(missing):
     with pytest.raises(ValueError, match=missing.split()[0]):
         parse_args(shlex.split(BASE.replace(missing, "")), 1)
+
+
+def test_no_number_may_be_nan():
+    """It would pass every comparison of the rules, and train a model of NaNs, or with another schedule."""
+    parse = flag_parser().parse
+    numbers = [name for name, spelling in flag_parser().spellings.items() if spelling.convert is float]
+    accepted = [name for name in numbers if not parse([name, "nan"]).problems]
+    assert len(numbers) > 50 and accepted == []
 
 
 def test_vocabulary_must_hold_the_tokenizer():

@@ -42,6 +42,15 @@ def test_iterations_and_samples_are_a_walk(rampup):
         assert schedule.iterations_for(samples) == sum(boundary <= samples for boundary in boundaries) - 1
 
 
+def test_a_long_ramp_is_not_walked_through():
+    """How many iterations are left is asked in every one of them: here a walk would have 10^15 steps."""
+    schedule = batches(32, 2, 2, [8, 8, 3 * 10**16])
+    iterations = 10**16 // 8 + 10**16 // 16 + -(-(10**16) // 24)
+    assert schedule.iterations_for(3 * 10**16) == iterations - 1  # the last one before 32 takes 8 samples too many
+    assert schedule.consumed_after(iterations) == 3 * 10**16 + 8
+    assert schedule.iterations_for(10**17) == iterations + (7 * 10**16 - 8) // 32
+
+
 def test_batches_can_be_rounded_down():
     schedule = batches(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
     assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [6, 18, 30, 36]

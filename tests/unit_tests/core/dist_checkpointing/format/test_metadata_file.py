@@ -21,9 +21,14 @@ from megatron.core.dist_checkpointing.format.metadata import (
     ChunkTable,
     Location,
     StoredTensor,
-    decode_dcp,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import decode_metadata, encode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import decode_dcp, decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_index import (
+    BYTES,
+    STORAGE_META,
+    encode_metadata,
+    tensor_properties,
+)
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
@@ -69,6 +74,18 @@ def test_our_reader_gets_back_what_was_written():
     assert plain(decode_metadata(written(example()), "here")) == plain(example())
     empty = CheckpointMetadata()
     assert plain(decode_metadata(written(empty), "here")) == plain(empty)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "float8_e4m3fn", "bool"])
+def test_objects_of_dcp_are_those_it_makes(dtype):
+    """We write them by name, without importing DCP; the running version makes the same ones."""
+    objects = {
+        tensor_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
+        BYTES: dcp.BytesStorageMetadata(),
+        STORAGE_META: dcp.StorageMeta(),
+    }
+    for opcodes, expected in objects.items():
+        assert pickle.loads(b"\x80\2" + opcodes + b".") == expected
 
 
 def test_a_large_one_comes_in_blocks():

@@ -310,13 +310,11 @@ def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
 WRITERS = """
 import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
-from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
 from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.object_storage import path_of
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 
 torch.set_num_threads(1)
-dcp_classes()  # takes a second: once, not in every child
 root, starts, rng = path_of(sys.argv[1]), int(sys.argv[2]), random.Random(1)
 
 def train(answers):

@@ -14,10 +14,8 @@ from tests.unit_tests.core.dist_checkpointing.saved_state import Training, asser
 CRASHING = """
 import os, random, signal, sys, time, torch, traceback
 from megatron.core.dist_checkpointing import AsyncSaver, ShardedTensor, clean_up, load, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.format.metadata_index import dcp_classes
 
 torch.set_num_threads(1)
-dcp_classes()  # takes a second: once, not in every child
 root, kills = sys.argv[1], int(sys.argv[2])
 random.seed(int(sys.argv[3]))
 
