@@ -40,7 +40,9 @@ def test_the_first_flags_that_every_user_types():
 
 
 def test_tokens_reach_the_same_experts_by_any_dispatcher():
-    line = flag_parser().parse("--moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 24".split())
+    line = flag_parser().parse(
+        ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
+    )
     assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
     assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
 
