@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
 from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.planning.file_layout import place_items  # noqa: E402
 from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
+from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
 from megatron.core.distributed.buffer_plan import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.core.utils import even_range  # noqa: E402

@@ -9,10 +9,12 @@ node with its disk and gets another one, from SIGKILL to the next step and to on
     python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
     python benchmarks/tiers.py --restart                   # the loss of a node alone: 82 MB of state
-    AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix     # object storage as well
+    python benchmarks/tiers.py --store local --size-gb 0.2 # object storage alone, in a server of this machine
+    AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
 """
 
 import argparse
+import contextlib
 import shutil
 import statistics
 import sys
@@ -36,6 +38,7 @@ from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver  # n
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
 from megatron.training.reporting.run_record import read_record  # noqa: E402
 from tests.cluster import Cluster  # noqa: E402
+from tests.object_server import object_server  # noqa: E402
 from tests.processes import is_running  # noqa: E402
 
 COLUMNS, TENSORS = 4096, 8
@@ -249,10 +252,11 @@ def worker(rank, size, options, root, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     training = Training(options.size_gb, rank, size)
-    tables = [measure_saves(rank, size, training, root, options.turns)]
-    tables.append(measure_loads(rank, size, training, root, options.turns))
     if options.store:
-        tables.append(measure_store(rank, size, training, options.store, options.turns))
+        tables = [measure_store(rank, size, training, options.store, options.turns)]
+    else:
+        tables = [measure_saves(rank, size, training, root, options.turns)]
+        tables.append(measure_loads(rank, size, training, root, options.turns))
     if rank == 0:
         print(f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns")
         for results in tables:
@@ -272,12 +276,17 @@ def show(results):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=1.6, help="of all nodes together")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, help="default 5, with --restart 1")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
-    parser.add_argument("--store", help="s3://bucket/prefix")
+    parser.add_argument("--store", help="measure object storage, and nothing else: s3://bucket/prefix, or `local`")
     parser.add_argument("--restart", action="store_true", help="measure the loss of a node, and nothing else")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-") as root:
+    options.turns = options.turns or (1 if options.restart else 5)
+    with contextlib.ExitStack() as stack:
+        if options.store == "local":
+            stack.enter_context(object_server())
+            options.store = "s3://bucket/run"
+        root = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-"))
         if options.restart:
             show(measure_restarts(Path(root), options.turns))
             return

@@ -24,7 +24,8 @@ from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, TorchDistSource, write_torch_dist
-from megatron.conversion.model_space.pieces import make_empty_directory
+from megatron.conversion.model_space.model import is_trained
+from megatron.conversion.model_space.pieces import bits, make_empty_directory
 from megatron.conversion.model_space.rank_layout import Layout, norm_key
 from megatron.conversion.model_space.source import (
     ADAM,
@@ -178,7 +179,8 @@ class CastSource:
         self.tensors: dict[str, TensorInfo] = {}
         for key, info in source.tensors.items():
             if not key.startswith("optimizer.state."):
-                self.tensors[key] = TensorInfo(info.shape, options.dtype or info.dtype)
+                wanted = options.dtype if is_trained(key) else None  # what the load moves is fp32 in any model
+                self.tensors[key] = TensorInfo(info.shape, wanted or info.dtype)
             elif options.optimizer:
                 self.tensors[key] = info
         if options.dtype is not None:
@@ -227,7 +229,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
             raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
-            if not torch.equal(result.read(key, offset, shape), expected):
+            if not torch.equal(bits(result.read(key, offset, shape)), bits(expected)):
                 raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
             progress(expected.nbytes)
         count += 1

@@ -116,7 +116,7 @@ def parse_size(text: str | int) -> int:
     unit = value[len(digits) :].strip()
     try:
         size = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         size = 0
     if size <= 0:
         raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")

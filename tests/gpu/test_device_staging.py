@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import AsyncSaver, load
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, StagingBuffer
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
-from megatron.core.dist_checkpointing.saving.staging import StagingBuffer
 
 
 def changed_behind_a_save(rank, world_size, device, directory, limit):

@@ -139,7 +139,11 @@ def model_space_names(names: Iterable[str], description: str) -> dict[str, str]:
     unknown = [name for name, key in keys.items() if key is None]
     if unknown:
         raise ValueError(f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported here")
-    return {key: name for name, key in keys.items() if key is not None}
+    found = {key: name for name, key in keys.items() if key is not None}
+    if len(found) < len(keys):
+        twice = [name for name, key in keys.items() if key is not None and found[key] != name]
+        raise ValueError(f"{description}: {', '.join(twice)} and other names are the same parameters of a GPT")
+    return found
 
 
 def _model_space_name(name: str, first_layer: int) -> str | None:

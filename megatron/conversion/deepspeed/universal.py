@@ -139,7 +139,7 @@ class UniversalSource:
 
 def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
     """Number of tokens: given, or recorded; else the rows, if the converter has cut the padding off."""
-    if WORD_EMBEDDINGS not in files.names:
+    if not files.shapes.get(WORD_EMBEDDINGS):
         raise ValueError(f"{files.description} has no word embedding")
     rows = files.shapes[WORD_EMBEDDINGS][0]
     info = files.state.get("universal_checkpoint_info") or files.state.get("checkpoint_info") or {}
@@ -171,7 +171,7 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
     heads = told.get("num_attention_heads")
     if len(fc1) == len(fc2) == 2:
         implied |= {"hidden_size": fc2[0], "ffn_hidden_size": fc2[1], "swiglu": fc1[0] == 2 * fc2[1]}
-    if heads and len(proj) == len(qkv) == 2:
+    if heads and len(proj) == len(qkv) == 2 and proj[1] >= heads:
         head_dim = proj[1] // heads
         groups = (qkv[0] // head_dim - heads) // 2
         implied |= {"kv_channels": head_dim, "num_query_groups": groups, "group_query_attention": groups != heads}

@@ -96,7 +96,10 @@ def rope(base: float = 10000.0, usual: Json | None = None, partial: bool = False
             raise ValueError(f"config.json has rope_theta = {hf['rope_theta']} and {theta}: remove the wrong one")
         if kind not in _SCALINGS:
             raise ValueError(f"config.json: rope type {kind!r} is not supported, only {', '.join(_SCALINGS)} are")
-        if not set(scaling) <= set(_SCALINGS[kind]) or ("mscale" in scaling) != ("mscale_all_dim" in scaling):
+        # Of mscale alone, without the other, readers make different things, but for the default.
+        partly = not scaling.get("mscale_all_dim") and scaling.get("mscale", 1.0) != 1.0
+        partly = partly or ("mscale" in scaling) != ("mscale_all_dim" in scaling) or scaling.get("mscale") == 0
+        if partly or not set(scaling) <= set(_SCALINGS[kind]):
             raise ValueError(f"config.json: rope type {kind!r} with {shown(sorted(scaling))} is not understood")
         if fraction != 1.0 and not partial:
             raise unsupported("partial_rotary_factor", fraction, "1.0 is")
@@ -133,7 +136,7 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     return scaling
 
 
-_ROPES = record({f"{name}?": optional(_ROPE) for name in ("full_attention", "sliding_attention")})
+_ROPES = record({f"{name}?": optional(_ROPE) for name in ("full_attention", "sliding_attention")}, closed=True)
 
 
 def _read_two_ropes(hf: Json, args: Json) -> Json:
@@ -238,7 +241,8 @@ def _read_qwen_window(hf: Json, args: Json) -> Json:
     """Layers from `max_window_layers` on have the window, if `use_sliding_window`, or those in `layer_types`."""
     layers = args["num_layers"]
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    first = hf.get("max_window_layers", 28) if window else layers
+    first = hf.get("max_window_layers") if window else layers
+    first = 28 if first is None else first
     return _windows(window, hf.get("layer_types") or [_KINDS[layer >= first] for layer in range(layers)])
 
 

@@ -26,6 +26,7 @@ class Rule(NamedTuple):
     fields: Mapping[str, Check]  # what they may be; null is as good as missing for all of them
     read: Callable[[Json, Json], Json]
     write: Callable[[TransformerConfig], Json] = lambda config: {}
+    biases: tuple[str, ...] = ()  # fields that say which parts have biases: those of the others are zero
 
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:

@@ -73,6 +73,7 @@ def biases(*fields: str) -> Rule:
         dict.fromkeys(fields, boolean),
         lambda hf, args: {"add_bias_linear": any(hf.get(field) for field in fields), "add_qkv_bias": False},
         lambda config: dict.fromkeys(fields, config.add_bias_linear),
+        fields,
     )
 
 
@@ -120,15 +121,20 @@ EXPERT_LAYERS = Rule(
 
 
 def _read_deepseek_experts(hf: Json, args: Json) -> Json:
-    """Dense layers come first; groups are ranked by their two best scores; experts are shared in multiples of one."""
-    dense, groups = hf.get("first_k_dense_replace", 3), hf.get("n_group", 8)
+    """Dense layers come first; groups are ranked by their two best scores; experts are shared in multiples of one.
+
+    Null is none of them, and no default.
+    """
+    dense, groups, layers = hf.get("first_k_dense_replace", 3) or 0, hf.get("n_group", 8) or 1, args["num_layers"]
+    if dense > layers:
+        raise unsupported("first_k_dense_replace", dense, f"at most num_hidden_layers = {layers} is")
     return {
-        "moe_layer_freq": [0] * dense + [1] * (args["num_layers"] - dense) if dense else 1,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": hf.get("topk_group", 4) if groups > 1 else None,
         "moe_router_group_score_topk": 2 if groups > 1 else None,
-        "moe_shared_expert_intermediate_size": hf.get("n_shared_experts", 1) * args["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 2.5)),
+        "moe_shared_expert_intermediate_size": (hf.get("n_shared_experts", 1) or 0) * args["moe_ffn_hidden_size"],
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 2.5) or 1.0),
     }
 
 

@@ -27,6 +27,7 @@ from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
     exported_config,
+    is_trained,
     model_config,
     model_tensors,
     plain_args,
@@ -101,7 +102,7 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str
     states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
     tensors = {}
     for parameter, shape in parameters.items():
-        for state in states:
+        for state in states if is_trained(parameter) else ():
             key = optimizer_key(state, parameter)
             read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
@@ -156,8 +157,7 @@ class HuggingFaceSource:
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
-        biases = ("attention_bias", "mlp_bias") if family.has_field("attention_bias") else ()
-        self._biases_off = [name for name in biases if not hf.get(name)]
+        self._biases_off = [name for name in family.optional_biases if not hf.get(name)]
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)  # of a tensor: one, or one per expert
         for part in family.places(config, lambda name: self._stored(name) in self._files):
             if self._holds(part):
@@ -289,7 +289,8 @@ class HuggingFaceSource:
             )
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
-        self.tensors = {key: TensorInfo(info.shape, run.params_dtype) for key, info in self.tensors.items()}
+        for key, info in self.tensors.items():
+            self.tensors[key] = TensorInfo(info.shape, run.params_dtype if is_trained(key) else info.dtype)
         for key in sidecar.tensors:
             parameter, state = split_key(key)
             if state is None or parameter not in self.tensors:
@@ -317,7 +318,8 @@ def write_huggingface(
     limits = (options.max_shard_size, options.workers, progress)
     # Weights come from the fp32 main parameters where there are some, and are cast only once.
     keys = [full_precision_key(place.key, source.tensors) for place in places]
-    weights = [_outgoing(source, key, place, config.params_dtype) for key, place in zip(keys, places, strict=True)]
+    dtypes = [config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype for place in places]
+    weights = [_outgoing(source, *what) for what in zip(keys, places, dtypes, strict=True)]
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
         states = [

@@ -81,8 +81,9 @@ class Family:
         head = {"architectures": [self.architecture], "model_type": self.model_type}
         return head | write_config(config, COMMON_RULES + self.rules)
 
-    def has_field(self, name: str) -> bool:
-        return any(name in rule.fields for rule in self.rules)
+    @property
+    def optional_biases(self) -> list[str]:
+        return [field for rule in self.rules for field in rule.biases]
 
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""

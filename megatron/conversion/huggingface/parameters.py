@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.conversion.model_space.row_maps import (
@@ -70,10 +70,8 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
     ),
     "mlp.experts.experts.linear_fc2.": Row(("block_sparse_moe.experts.{e}.w2.",), fused="mlp.experts.down_proj"),
 }
-QWEN3_ROWS = LLAMA_ROWS | {
-    "mlp.linear_fc1.": Row(("mlp.gate_proj.", "mlp.up_proj."), biased=False),
-    "mlp.linear_fc2.": Row(("mlp.down_proj.",), biased=False),
-}
+# Biases are in attention alone.
+QWEN3_ROWS = {key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()}
 DEEPSEEK_V3_ROWS = LLAMA_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),

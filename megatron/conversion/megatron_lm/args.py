@@ -19,7 +19,7 @@ from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, load_common, safe_open
+from megatron.core.dist_checkpointing import CheckpointError, in_memory, load_common, safe_open
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
@@ -187,13 +187,14 @@ def chained(optimizer: Any) -> list[Mapping[str, Any]]:
 def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
     """`optimizer` of common.pt as a run with these arguments has it: with EP > 1 experts have one of their own.
 
-    No parameter of theirs is without weight decay, so there is one group.
+    Of their parameters only biases are without weight decay.
     """
     if (args.get("num_experts") or 0) <= 1 or (args.get("expert_model_parallel_size") or 1) == 1:
         return optimizer
     groups = optimizer["optimizer"]["param_groups"]
-    kinds = ([group | {"is_expert_parallel": False} for group in groups], [groups[0] | {"is_expert_parallel": True}])
-    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(kinds)}
+    kinds = {False: groups, True: groups if args.get("add_bias_linear", True) else groups[:1]}
+    marked = [[group | {"is_expert_parallel": experts} for group in kind] for experts, kind in kinds.items()]
+    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(marked)}
 
 
 def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
@@ -204,7 +205,7 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
     optimizer = chained(optimizer)[0]
     while optimizer is not None:
         if "param_groups" in optimizer:
-            groups: list[dict[str, Any]] = optimizer["param_groups"]
+            groups: list[dict[str, Any]] = in_memory(optimizer["param_groups"])
             return groups
         optimizer = optimizer.get("optimizer")
     return None
@@ -213,8 +214,7 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     optimizer = chained(optimizer)[0]
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
-    values = (scaler or {}).items()
-    return {name: value.read() if isinstance(value, FileTensor) else value for name, value in values} or None
+    return in_memory(dict(scaler or {})) or None
 
 
 # Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
@@ -357,9 +357,16 @@ def open_legacy(path: Path, *kinds: type) -> Any:
     return content
 
 
+def first_legacy(directory: Path) -> Path:
+    files = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+    if not files:
+        raise CheckpointError(f"{directory} is no legacy checkpoint: it has no mp_rank_*/{MODEL_FILE}")
+    return files[0]
+
+
 def legacy_faults(directory: Path) -> list[str]:
     """Files that are missing or damaged: those of every rank that the stored arguments call for."""
-    first = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+    first = first_legacy(directory)
     stored = COMMON(open_legacy(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
     tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))

@@ -17,7 +17,7 @@ import yaml
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
-from megatron.core.dist_checkpointing.format.schema import mapping, read_regular
+from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, shown, text
 
 RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 
@@ -46,6 +46,7 @@ _TRAINING = (
 )  # fmt: skip
 
 _TRAIN_STATE = mapping(scalar)
+_MAX_CONFIG = 4 << 20  # bytes
 
 
 def is_bridge(directory: Path) -> bool:
@@ -59,9 +60,9 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = directory / RUN_CONFIG
     try:
-        config = yaml.safe_load(read_regular(path).decode("utf-8"))
-        model = dict(config["model"])
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        config = yaml.safe_load(read_regular(path, _MAX_CONFIG).decode("utf-8"))
+        model = mapping(anything, keys=text(256))(dict(config["model"]), str(path))
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not the configuration of a model ({error}): it is damaged") from error
     counters = _counters(directory / TRAIN_STATE)
     args = _arguments(model, str(path)) | _training_arguments(config, directory)
@@ -84,12 +85,12 @@ def _counters(path: Path) -> dict[str, Any]:
 
 
 def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    wrong = [f"{name}: {model[name]}" for name, known in _REQUIRED.items() if model.get(name) not in known]
+    wrong = [f"{name}: {shown(model[name])}" for name, known in _REQUIRED.items() if model.get(name) not in known]
     if wrong:
         raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
     # Of nested values these alone count: aliases of YAML could make others endless.
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
-    flat = {name: value for name, value in model.items() if name in lists or not isinstance(value, dict | list)}
+    flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}
     args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
     heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
     spec = _target(model.get("transformer_layer_spec"))
@@ -101,6 +102,11 @@ def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
         "params_dtype": _dtype(model, where),
         "transformer_impl": "local" if "local" in spec else "transformer_engine",
     }
+
+
+def _is_flat(value: Any, is_list: bool) -> bool:
+    items = value if is_list and isinstance(value, list) else [value]
+    return not any(isinstance(item, dict | list) for item in items)
 
 
 def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -135,4 +141,5 @@ def _training_arguments(config: Mapping[str, Any], directory: Path) -> dict[str,
 
 def _target(value: Any) -> str:
     """The object that a value of the configuration stands for."""
-    return str(value.get("_target_", "")) if isinstance(value, Mapping) else str(value or "")
+    named = value.get("_target_") if isinstance(value, Mapping) else value
+    return named if isinstance(named, str) else ""

@@ -15,6 +15,7 @@ from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
     LegacyRank,
     arguments,
+    first_legacy,
     open_legacy,
     param_groups,
     rng_key,
@@ -80,7 +81,7 @@ class LegacySource:
 
     def __init__(self, directory: Path, optimizer: bool = True) -> None:
         self.description = f"legacy checkpoint {directory}"
-        first_file = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))[0]
+        first_file = first_legacy(directory)
         first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
@@ -195,6 +196,7 @@ class LegacySource:
 
     def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
         """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""
+        mapping(anything)(optimizer, f"{where}: optimizer")
         inner = optimizer.get("optimizer", optimizer) or {}
         if "state" not in inner:
             return
@@ -203,10 +205,12 @@ class LegacySource:
             optimizer.get("fp32_from_fp16_params"), f"{where}: optimizer: fp32_from_fp16_params"
         )
         states = inner["state"]
-        refuse_unknown_optimizer(self.args, {name for state in states.values() for name in state}, str(where))
+        refuse_unknown_optimizer(
+            self.args, {name for state in states.values() for name in state} - {"step"}, str(where)
+        )
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
-            decay = float(group.get("wd_mult", 1.0)) > 0.0
+            decay = float(in_memory(group.get("wd_mult", 1.0))) > 0.0
             members = [parameter for parameter in everything if parameter.group.weight_decay == decay]
             if len(members) != len(group["params"]):
                 raise CheckpointError(

@@ -157,8 +157,13 @@ class _Contents:
         files: dict[str, Any] = {MODEL_FILE: content}
         if training is not None:
             content["rng_state"] = self._generators(training, layout, rank)
-        if training is None or training.param_groups is None:
+        if not optimizer_states(self._source.tensors):
             return files
+        if training is None or training.param_groups is None:
+            raise ValueError(
+                f"{self._source.description} has the state of an optimizer, but not its parameter groups (learning "
+                "rate, betas), which legacy files need: leave it out (--no-optim)"
+            )
         content["opt_param_scheduler"] = training.scheduler
         trained = [[parameter for parameter in parameters if parameter.info.trained] for parameters in chunks]
         kinds, optimizers = [trained], [in_chain({"optimizer": {"param_groups": training.param_groups}}, args)]
@@ -224,7 +229,14 @@ class _Contents:
         members = [[p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)]
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
-        for group, parameters in zip(param_groups, members, strict=False):  # experts have no group without weight decay
+        decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
+        if decays != [True, False][: len(decays)] or (members[1] and len(decays) < 2):
+            raise ValueError(
+                f"{self._source.description}: the optimizer has groups of wd_mult "
+                f"{[group.get('wd_mult') for group in param_groups]}; legacy files have one with weight decay and one "
+                "without: leave it out (--no-optim), or write torch_dist"
+            )
+        for group, parameters in zip(param_groups, members, strict=False):  # the second may be empty, and not there
             groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
             for parameter in parameters:
                 state[len(state)] = {

@@ -97,7 +97,7 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
     Muon keeps a momentum under SGD's name, and means another one: the arguments decide first.
     """
     optimizer = args.get("optimizer") or "adam"
-    strange = sorted(set(names) - {*OPTIMIZER_STATES, "fp32_param", "step"})
+    strange = sorted(set(names) - {*OPTIMIZER_STATES})
     if optimizer not in ("adam", "sgd") or strange:
         what = f" ({', '.join(strange)})" if strange else ""
         raise CheckpointError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -36,6 +38,7 @@ from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
     model_tensors,
+    vocabulary_rows,
 )
 from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
 from megatron.conversion.model_space.rank_layout import Layout, in_modules, norm_key, rank_parameters
@@ -58,13 +61,16 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
-from megatron.core.dist_checkpointing.format.schema import COUNT, number, record
+from megatron.core.dist_checkpointing.format.schema import COUNT, SHAPE, mapping, number, optional, record
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
+_NAMES = {"fp32_param": "param"}  # of states, where they differ
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
+_ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
@@ -102,6 +108,7 @@ class TorchDistSource:
         self.unused: list[str] = []
         self._table = CheckedTable(self.description)
         self._num_layers = int(self.args["num_layers"])
+        self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
         if optimizer:
             refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
         wanted = [key for key in stored.tensors if optimizer or not key.startswith(("optimizer.", "chained_"))]
@@ -109,10 +116,8 @@ class TorchDistSource:
         for key in wanted:
             if not _BUCKET.fullmatch(key):
                 self._add(key)
-        if WORD_EMBEDDINGS not in self._table.tensors:
-            raise CheckpointError(f"{directory}: no {WORD_EMBEDDINGS}, so this is not a GPT model")
         # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
-        rows = self._table.tensors[WORD_EMBEDDINGS].shape[0]
+        rows = vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
         self.config = stored_model(self.args, rows, self.description)
         groups = param_groups(common.get("optimizer")) if optimizer else None
@@ -132,14 +137,13 @@ class TorchDistSource:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
         name = norm_key(match[2] if match else key, self._reader.metadata.tensors)
-        state = match[1].replace("fp32_param", "param") if match else None
+        state = _NAMES.get(match[1], match[1]) if match else None
         stored = self._reader.metadata.tensors[key]
-        reformulated = self._reader.metadata.extra.get("mcore_data", {}).get(key, {}) or {}
-        original = reformulated.get("nd_reformulated_orig_global_shape")
+        original = (self._originals.get(key) or {}).get(_ORIGINAL_SHAPE)
         stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
-        if stacked and stored.shape[0] != self._num_layers:
+        if stacked and stored.shape[:1] != (self._num_layers,):
             raise CheckpointError(
-                f"{self.description}: {key} has {stored.shape[0]} layers, the stored arguments say {self._num_layers}"
+                f"{self.description}: {key} has shape {stored.shape}, the arguments say {self._num_layers} layers"
             )
         for layer in range(self._num_layers) if stacked else [None]:
             lead: Shape = () if layer is None else (layer,)
@@ -162,6 +166,13 @@ class TorchDistSource:
         """0.12's model space: the tensor is cut into a grid of equal fragments, each stored flat."""
         stored = self._reader.metadata.tensors[key]
         grid = stored.shape[len(lead) : -1]
+        # Each is a piece of its own in the files, which also bounds how many there are.
+        if (
+            len(grid) != len(shape)
+            or not 0 < math.prod(grid) <= len(stored.chunks)
+            or any(map(operator.mod, shape, grid))
+        ):
+            raise CheckpointError(f"{self.description}: {key} of shape {shape} lies in a grid of {grid} fragments")
         extent = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
@@ -204,6 +215,8 @@ class TorchDistSource:
     def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
         """One state of one chunk: `keys` are its buckets."""
         stored = [self._reader.metadata.tensors[key] for key in keys]
+        if any(len(entry.shape) != 1 for entry in stored):
+            raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
         for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
             info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
             for box in parameter.boxes:
@@ -248,7 +261,7 @@ def _states(keys: Iterable[str]) -> set[str]:
         if match := _BUCKET.fullmatch(key):
             found.add(match[5])
         elif match := _STATE.fullmatch(key):
-            found.add(match[1])
+            found.add(_NAMES.get(match[1], match[1]))
     return found
 
 

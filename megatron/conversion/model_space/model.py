@@ -60,12 +60,21 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     return TransformerConfig(**(known | COMPUTED_LOCALLY | {"vocab_size": vocab_size}))
 
 
+def vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
+    """Rows of the word embedding; CheckpointError where there is none."""
+    found = tensors.get(WORD_EMBEDDINGS)
+    if found is None or len(found.shape) != 2:
+        what = "no" if found is None else f"{list(found.shape)} as"
+        raise CheckpointError(f"{where} has {what} {WORD_EMBEDDINGS}: it is not a GPT model")
+    return found.shape[0]
+
+
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
     """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an export.
 
     Raises ValueError where it has fewer.
     """
-    rows = source.tensors[WORD_EMBEDDINGS].shape[0]
+    rows = vocabulary_rows(source.tensors, source.description)
     if vocab_size is not None and vocab_size > rows:
         raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
     return model_config(source.args, vocab_size or rows, source.description)

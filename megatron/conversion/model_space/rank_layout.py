@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_parameters, model_config
+from megatron.conversion.model_space.model import check_parameters, model_config, vocabulary_rows
 from megatron.conversion.model_space.pieces import LocalBox, LocalParameter
 from megatron.conversion.model_space.source import OPTIMIZER_STATES, RANKS, Source, optimizer_key, split_key
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -263,9 +263,7 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
 
     Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
     """
-    if WORD_EMBEDDINGS not in source.tensors:
-        raise ValueError(f"{source.description} has no {WORD_EMBEDDINGS}: it is not a GPT model")
-    config = model_config(source.args, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
+    config = model_config(source.args, vocabulary_rows(source.tensors, source.description), source.description)
     plans = []
     for tp, pp in layout.ranks:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]

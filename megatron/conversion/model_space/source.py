@@ -93,6 +93,9 @@ _RUN: dict[str, Check] = {
     **_fields(SIZE, "make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets"),
     **_fields(RANKS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"),
     **_fields(RANKS, "data_parallel_size context_parallel_size"),
+    **_fields(RANKS, "expert_model_parallel_size expert_tensor_parallel_size"),
+    **_fields(COUNT, "world_size"),
+    **_fields(text(), "pipeline_model_parallel_layout"),
     **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
     **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"),
     **_fields(text(8), "tiktoken_pattern"),
@@ -127,14 +130,20 @@ def _optimizer(value: Any, where: str) -> Any:
     several = isinstance(value, list) or (isinstance(value, dict) and 0 in value)
     if not several:
         return _OPTIMIZER(value, where)
-    sequence(_OPTIMIZER, 64)(list(value.values()) if isinstance(value, dict) else value, where)
+    if isinstance(value, dict):
+        mapping(anything, keys=integer(0, 63))(value, where)
+    sequence(_OPTIMIZER, 64, least=1)(list(value.values()) if isinstance(value, dict) else value, where)
     return value
+
+
+def _inner(value: Any, where: str) -> Any:
+    return _OPTIMIZER(value, where)
 
 
 _OPTIMIZER = record(
     {
         "param_groups?": sequence(PARAM_GROUP),
-        "optimizer?": optional(_optimizer),
+        "optimizer?": optional(_inner),
         "grad_scaler?": optional(GRAD_SCALER),
         "state?": mapping(anything, keys=anything),
     }

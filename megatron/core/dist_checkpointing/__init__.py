@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes
     from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
     from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
-    from megatron.core.dist_checkpointing.format.metadata_index import read_metadata
+    from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
     from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
     from megatron.core.dist_checkpointing.format.torch_zip import FileTensor, in_memory
     from megatron.core.dist_checkpointing.format.unpickler import load_common, safe_load, safe_open
@@ -42,7 +42,7 @@ else:
             "boxes": "Shape flat_range_boxes",
             "files": "clean_up is_complete read_tracker write_tracker",
             "format.metadata": "CheckpointMetadata StoredChunk StoredTensor",
-            "format.metadata_index": "read_metadata",
+            "format.metadata_file": "read_metadata",
             "format.schema": "CheckpointError UnsafePickleError",
             "format.torch_zip": "FileTensor in_memory",
             "format.unpickler": "load_common safe_load safe_open",

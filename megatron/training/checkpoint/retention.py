@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.conversion.find_checkpoint import iteration_directory, saved_iterations
 from megatron.conversion.formats import FORMATS
 from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
-from megatron.core.dist_checkpointing.threads import Workers
+from megatron.core.dist_checkpointing.background import Workers
 
 VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
 

@@ -10,7 +10,9 @@ import torch
 from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
 from megatron.conversion.formats import FORMATS as READABLE
 from megatron.conversion.formats import Options
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.rank_layout import Layout
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
@@ -144,3 +146,28 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
     assert sorted(READABLE) == sorted(WRITERS)
+
+
+def test_a_directory_of_another_format_than_told_is_named(tmp_path):
+    first_checkpoint(tmp_path / "run")
+    for loader in ("legacy", "universal"):
+        with pytest.raises(ValueError, match="is no (legacy|DeepSpeed universal) checkpoint: it has no"):
+            convert(tmp_path / "run" / "iter_0000007", tmp_path / "out", "hf", loader=loader)
+
+
+def test_values_that_are_no_numbers_are_compared_too(tmp_path):
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    source.values["output_layer.weight"][0, 0] = float("nan")
+    write_torch_dist(source, tmp_path / "run")
+    assert convert(tmp_path / "run", tmp_path / "out", "legacy", verify=True).verified == len(source.tensors)
+
+
+@pytest.mark.parametrize("groups,distributed", [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)])
+def test_an_optimizer_that_legacy_files_have_no_groups_for(tmp_path, groups, distributed):
+    """Without groups there is no optimizer there; of others than two none may be lost or taken for another."""
+    source = random_source(GPT_ARGS | {"use_distributed_optimizer": distributed})
+    group = source.training.param_groups[0]
+    source.training.param_groups = groups and [group | {"wd_mult": decay} for decay in groups]
+    with pytest.raises(ValueError, match="not its parameter groups|groups of wd_mult .* legacy files have one with"):
+        write_legacy(source, tmp_path / "out", Layout.of(2, 1, 1))
+    assert not list(tmp_path.iterdir())

@@ -1,20 +1,17 @@
-"""What a checkpoint contains and where: tensors as tables of stored boxes, objects by place; and DCP's pickle of it."""
+"""What a checkpoint contains and where: tensors as tables of stored boxes, objects by place."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
-from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
-from megatron.core.dist_checkpointing.format.schema import COUNT, MAX_RANK, CheckpointError, file_name, printable, shown
-from megatron.core.dist_checkpointing.format.schema import key as key_name
-from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
+from megatron.core.dist_checkpointing.format.schema import COUNT, CheckpointError, file_name, shown
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -149,75 +146,3 @@ def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> Chec
         return StoredTensor(stored.shape, stored.dtype_name, replace(table, files=files))
 
     return replace(metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()})
-
-
-_KNOWN_FIELDS = ("state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans")
-
-
-def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
-    """The metadata that any version of DCP has pickled. Raises CheckpointError that names `where`."""
-    root = safe_loads(data, where)
-    try:
-        return _decode(root.state, where)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the pickle is intact, its content is not
-        reason = printable(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: not the metadata of a distributed checkpoint ({reason})") from error
-
-
-def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
-    locations = _decode_locations(root["storage_data"], where)
-    files = tuple(dict.fromkeys(location.file for location in locations.values()))
-    numbers = {file: number for number, file in enumerate(files)}
-    result = CheckpointMetadata()
-    for key, entry in root["state_dict_metadata"].items():
-        key_name(key, f"{where}: a key")
-        if type(entry).__qualname__ == "BytesStorageMetadata":
-            result.objects[key] = locations[key, None]
-            continue
-        shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
-        chunks = []
-        for chunk in entry.state["chunks"]:
-            offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
-            if len(offset) != len(shape) or len(extent) != len(shape):
-                raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
-            chunks.append(StoredChunk(offset, extent, locations[key, offset]))
-        boxes = BoxTable.of([chunk[:2] for chunk in chunks], len(shape))
-        places = [(numbers[file], position, length) for _, _, (file, position, length) in chunks]
-        columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
-        table = ChunkTable(boxes.offset, boxes.shape, files, *columns)
-        check_inside(table, shape, what)
-        result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
-    result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
-    check_bounded(result.extra, where)
-    return result
-
-
-def _decode_locations(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, Shape | None], Location]:
-    """By key and offset; None for objects."""
-    locations: dict[tuple[str, Shape | None], Location] = {}
-    for index, info in stored.items():
-        key = index.state["fqn"]
-        if info.state.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
-        location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        check_location(location, f"{where}: {shown(key)}")
-        offset = index.state.get("offset")
-        locations[key, None if offset is None else _shape(offset, key, where)] = location
-    return locations
-
-
-def _shape(value: Any, key: str, where: str) -> Shape:
-    extents = value if isinstance(value, list | tuple) and len(value) <= MAX_RANK else (None,)
-    if not all(type(n) is int and n >= 0 for n in extents):
-        raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
-    return tuple(value)
-
-
-def _dtype_of(properties: Placeholder) -> str:
-    state = properties.state
-    dtype = state["dtype"] if isinstance(state, dict) else state[0]
-    if not isinstance(dtype, DtypeName):
-        raise TypeError(f"dtype {shown(dtype)}")
-    return dtype

@@ -13,9 +13,7 @@ as a whole.
 from __future__ import annotations
 
 import json
-import os
 import struct
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.checksums import in_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
@@ -32,10 +29,8 @@ from megatron.core.dist_checkpointing.format.metadata import (
     Location,
     StoredTensor,
     check_inside,
-    decode_dcp,
 )
 from megatron.core.dist_checkpointing.format.safe_globals import DTYPE_NAME
-from megatron.core.object_storage import path_of
 
 Part = bytes | tuple[bytes, str]  # opcodes, or opcode and dtype of a number that differs from entry to entry
 
@@ -299,41 +294,6 @@ def _json_object(**encoded: bytes) -> bytes:
     return b"{" + b",".join(_json(name) + b":" + value for name, value in encoded.items()) + b"}"
 
 
-Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
-
-
-def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
-    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that names `where`."""
-    footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
-    if footer[-len(MAGIC) :] != MAGIC:
-        return decode_dcp(read(0, size), where)
-    position, length, digest, _ = FOOTER.unpack(footer)
-    content = read(position, length) if position + length <= size else b""
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise schema.CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
-    return _Index(read, content, size, where).metadata()
-
-
-def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
-    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
-    path = path_of(directory) / METADATA
-    try:
-        file = schema.open_file(path)
-        if file.descriptor is None:  # an object: one request instead of two for every tensor
-            return decode_metadata(file.read(0, file.size), str(path))
-        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
-        return open_metadata(file.read, file.size, str(path))
-    except FileNotFoundError as error:
-        raise schema.CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
-    except OSError as error:
-        raise schema.CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
-    """As `open_metadata`, for a file in memory."""
-    return open_metadata(lambda position, length: data[position : position + length], len(data), where)
-
-
 def _tuple_of(*checks: schema.Check) -> schema.Check:
     def check(value: Any, where: str) -> Any:
         schema.sequence(lambda item, _: item, len(checks), len(checks))(value, where)
@@ -366,8 +326,11 @@ _INDEX_FIELDS = schema.record(
 )
 
 
-class _Index:
-    """What stands behind the pickle."""
+Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
+
+
+class MetadataIndex:
+    """What stands behind the pickle. Raises CheckpointError that names `where`."""
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
         fields = _INDEX_FIELDS(schema.parse_json(content, f"{where}: its index"), f"{where}: its index")

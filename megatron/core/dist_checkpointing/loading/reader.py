@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from megatron.core.dist_checkpointing.background import same_cuda_device
 from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
-from megatron.core.dist_checkpointing.format.metadata_index import read_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of, tensor_envelope
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
-from megatron.core.dist_checkpointing.threads import same_cuda_device
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer

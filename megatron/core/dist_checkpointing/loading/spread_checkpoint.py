@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.format.schema import OPENERS, CheckpointEr
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.object_storage import first_line
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,11 @@ def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
 
     result: list[HeldCheckpoint] = Coordination.of(None).map_at_coordinator(mine, merge)
     return result
+
+
+def _in_time(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait(_PATIENCE)
 
 
 class _Kept(threading.local):
@@ -183,25 +188,23 @@ class SpreadCheckpoint:
         """From the disk of `node`."""
         ranks = self._tier.ranks_of(node)
         rank = ranks[self._tier.rank % len(ranks)]
-        tag = self._request(rank, file, position, len(view))
         arrives = torch.empty(1, dtype=torch.uint8)
-        for part in (arrives, torch.frombuffer(view, dtype=torch.uint8)):
-            answer = dist.irecv(part, rank, self._group, tag)
-            assert answer is not None
-            try:
-                answer.wait(_PATIENCE)
-            except RuntimeError as error:
-                text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
-                raise CheckpointError(f"{text}: {first_line(error)}") from error
-            if not arrives.item():
-                return False
+        try:
+            tag = self._request(rank, file, position, len(view))
+            for part in (arrives, torch.frombuffer(view, dtype=torch.uint8)):
+                _in_time(dist.irecv(part, rank, self._group, tag))
+                if not arrives.item():
+                    return False
+        except RuntimeError as error:
+            text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
+            raise CheckpointError(f"{text}: {first_line(error)}") from error
         return True
 
     def _request(self, rank: int, file: str, position: int, length: int) -> int:
         """Returns the tag of the answer."""
         tag = next(self._tags)
         request = bytearray(_REQUEST.pack(position, length, tag, file.encode()))
-        dist.send(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK)
+        _in_time(dist.isend(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK))
         return tag
 
     def _serve(self) -> None:

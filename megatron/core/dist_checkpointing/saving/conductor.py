@@ -15,11 +15,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksum_records
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.save_plan import PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import (
     Outcome,
     PendingCheckpoint,
@@ -28,9 +30,7 @@ from megatron.core.dist_checkpointing.saving.commit import (
     SaveReport,
     open_store,
 )
-from megatron.core.dist_checkpointing.saving.prepared_plan import PreparedPlan
 from megatron.core.dist_checkpointing.saving.shard_file import Progress, ShardTarget
-from megatron.core.dist_checkpointing.threads import Workers
 
 
 class Transfer(Protocol):

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving.conductor import Conductor, Hooks, SaveHandle, Snapshot
 from megatron.core.dist_checkpointing.saving.local_commit import LocalCheckpoint
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.shard_file import Progress, ShardTarget
-from megatron.core.dist_checkpointing.saving.staging import Slot, StagingBuffer
-from megatron.core.dist_checkpointing.threads import Workers
 
 
 class Drainer(Conductor):

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
     checksum_records,
@@ -34,11 +35,8 @@ from megatron.core.dist_checkpointing.local_tier import (
     marker_name,
     order_of,
 )
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint
 from megatron.core.dist_checkpointing.saving.shard_file import Shard, ShardFile
-from megatron.core.dist_checkpointing.saving.staging import Slot, StagingBuffer
-from megatron.core.dist_checkpointing.threads import Workers
 from megatron.core.durable_files import fsync_directory, remove, write_flushed
 from megatron.core.object_storage import first_line
 

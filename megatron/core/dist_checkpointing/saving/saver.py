@@ -22,18 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
+from megatron.core.dist_checkpointing.planning.save_plan import Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite, SaveReport
 from megatron.core.dist_checkpointing.saving.conductor import Conductor, Hooks, SaveHandle, Snapshot
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
-from megatron.core.dist_checkpointing.saving.objects import common_archive, object_file
-from megatron.core.dist_checkpointing.saving.prepared_plan import Planner, PreparedPlan
-from megatron.core.dist_checkpointing.saving.staging import DeviceSource, StageAndWrite, StagingBuffer, bind_sources
-from megatron.core.dist_checkpointing.threads import Workers
+from megatron.core.dist_checkpointing.saving.staging import (
+    DeviceSource,
+    StageAndWrite,
+    bind_sources,
+    common_archive,
+    object_file,
+)
 from megatron.core.object_storage import path_of
 
 

@@ -7,13 +7,14 @@ as soon as they are written (`--ckpt-staging-mem-limit`).
 A rank's part of a save is a queue: chunks of the live state go through the slots into durable files. The first tasks of
 the queue fill all slots, while the files are still being created; the writes follow. When a slot is written, the next
 chunk is staged into it. So with room for everything the snapshot is complete as early as possible, and with less the
-memory stays bounded.
+memory stays bounded. Objects and `common` are bytes from the moment of the save call: later changes do not reach the
+checkpoint.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
+import io
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,17 +25,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.dist_checkpointing.background import Slot, Workers
 from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
+from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE, FilePlan, SourceRange
+from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pad_archive
+from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.planner import Item
-from megatron.core.dist_checkpointing.saving.objects import ObjectFile
+from megatron.core.dist_checkpointing.planning.save_plan import FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.shard_file import Progress, Shard, ShardTarget
-from megatron.core.dist_checkpointing.threads import Workers
 
-_HOST_REGISTER_PORTABLE = 1
+_GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 
 
 class HostSource:
@@ -79,48 +82,6 @@ class LazySource:
 ByteSource = bytes | HostSource | DeviceSource | LazySource
 
 
-class Slot(NamedTuple):
-    """The same memory in the three forms that copies and writes need."""
-
-    address: int
-    view: memoryview
-    tensor: torch.Tensor
-
-
-class StagingBuffer:
-    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous copies."""
-
-    def __init__(self, num_slots: int, pinned: bool) -> None:
-        self._memory = mmap.mmap(-1, num_slots * SLOT_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
-            if hasattr(mmap, advice):
-                self._memory.madvise(getattr(mmap, advice))
-        tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        view, address = memoryview(self._memory), tensor.data_ptr()
-        self._registered = None
-        if pinned:
-            status = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _HOST_REGISTER_PORTABLE)
-            if int(status) != 0:
-                raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
-            self._registered = address
-        self.slots = [
-            Slot(
-                address + i * SLOT_SIZE, view[i * SLOT_SIZE : (i + 1) * SLOT_SIZE], tensor[i * SLOT_SIZE :][:SLOT_SIZE]
-            )
-            for i in range(num_slots)
-        ]
-
-    def touch(self) -> None:
-        """Have the pages mapped now: the first write to a page costs more than many later ones."""
-        for slot in self.slots:
-            ctypes.memset(slot.address, 0, SLOT_SIZE)
-
-    def close(self) -> None:
-        if self._registered is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
-        self.slots = []
-
-
 def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[str]) -> list[ByteSource]:
     """All sources in the numbering of `FilePlan`, over the live tensors of `state`; `volatile` keys are copied now."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
@@ -142,6 +103,42 @@ def _live_source(tensor: torch.Tensor, volatile: bool) -> ByteSource:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.contiguous()
     return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
+
+
+class ObjectFile(NamedTuple):
+    """The file of one rank's objects; empty if it has none."""
+
+    name: str
+    content: bytes
+    locations: dict[str, Location]
+
+
+def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
+    """`__{rank}_{workers}.distcp`; one object under several keys is stored once.
+
+    Raises CheckpointError for a value that could not be read back.
+    """
+    name = f"__{rank}_{workers}.distcp"
+    content, locations = bytearray(), {}
+    stored: dict[int, Location] = {}
+    for entry in objects:
+        if id(entry.value) in stored:
+            locations[entry.key] = stored[id(entry.value)]
+            continue
+        archive = object_archive(entry.value)
+        safe_load(archive, where=entry.key, placeholders=False)
+        padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
+        locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))
+        content += padded
+    return ObjectFile(name, bytes(content), locations)
+
+
+def common_archive(common: dict[str, Any]) -> bytes:
+    """The content of `common.pt`. Raises CheckpointError for a value that could not be read back."""
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    safe_load(buffer.getvalue(), where="common", placeholders=False)
+    return buffer.getvalue()
 
 
 class StageAndWrite:

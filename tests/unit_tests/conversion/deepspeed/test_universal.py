@@ -361,3 +361,24 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_universal(Failing(source.args, source.values, source.training), tmp_path / "out")
     assert not (tmp_path / "out" / "latest_universal").exists() and find_universal(tmp_path / "out") is None
+
+
+def test_names_and_sizes_that_cannot_be(written: Path) -> None:
+    """More heads than columns; two names of one parameter; an embedding that is no matrix."""
+
+    def too_many(state: dict) -> dict:
+        del state["args"]
+        return state
+
+    edit(written / "mp_rank_00_model_states.pt", too_many)
+    given = {"num_attention_heads": 1000, "position_embedding_type": "learned_absolute"}
+    with pytest.raises(ValueError, match="--num-attention-heads|hidden_size"):
+        UniversalSource(written, given)
+    shutil.copytree(written / "zero" / "4.weight", written / "zero" / "77.weight")
+    with pytest.raises(ValueError, match=r"\d+\.weight and other names are the same parameters of a GPT"):
+        UniversalSource(written)
+    shutil.rmtree(written / "zero" / "77.weight")
+    (embedding,) = written.glob("zero/*.word_embeddings.weight/fp32.pt")
+    edit(embedding, lambda _: {"param": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match="has no word embedding"):
+        UniversalSource(written)

@@ -10,10 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.formats import Options
+from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
-from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.model import is_trained, model_config
+from megatron.conversion.model_space.source import optimizer_key, read_whole
 from megatron.core.models import GPTModel
+from tests.memory_source import random_source
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -201,3 +204,55 @@ def test_what_a_family_cannot_express(saved, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(hf | {field: value}))
         with pytest.raises(ValueError, match=field):
             open_checkpoint(tmp_path)
+
+
+def test_biases_of_experts_are_not_lost(saved, tmp_path):
+    """Qwen3-MoE has none, whatever its attention has: other models are refused before anything is written."""
+    _, models = saved
+    args = open_checkpoint(models["qwen3_moe"][0]).args | {"add_bias_linear": True}
+    source = random_source(args, 96, optimizer=False)
+    biases = [key for key in source.values if key.endswith(".bias") and ".mlp." in key]
+    assert any(".experts.experts." in key for key in biases)
+    with pytest.raises(ValueError, match=r"mlp\.router\.bias is not zero, and models of this family have no such bias"):
+        write_huggingface(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for key in biases:
+        source.values[key].zero_()
+    write_huggingface(source, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(source, tokens), model(tokens).logits, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"])
+def test_biases_that_a_model_always_has_are_not_zero(saved, tmp_path, name):
+    """gpt-oss has no switch for them, though its config.json may lack the one of other families."""
+    _, models = saved
+    directory, key = models["gpt_oss"][0], f"model.layers.1.{name}"
+    tensors = load_file(directory / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != key}, tmp_path / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "attention_bias"}))
+    with pytest.raises(ValueError, match=f"the weights lack {key}"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_bias_that_follows_the_load_stays_in_full_precision(saved, tmp_path):
+    """Rounded, it would choose other experts. It has no optimizer state, and the sidecar asks for none."""
+    _, models = saved
+    source = random_source(open_checkpoint(models["deepseek_v3"][0]).args, 96)
+    bias = "decoder.layers.1.mlp.router.expert_bias"
+    assert not is_trained(bias)
+    for key in [key for key in source.values if key.startswith("optimizer.") and key.endswith(".expert_bias")]:
+        del source.values[key]
+    write_torch_dist(source, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "half", "torch_dist", options=Options(dtype=torch.bfloat16))
+    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(dtype=torch.bfloat16, optim_sidecar=True))
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {torch.float32}
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    for directory in (tmp_path / "half", tmp_path / "hf"):
+        assert torch.equal(read_whole(open_checkpoint(directory), bias), source.values[bias])
+    assert compare(source, open_checkpoint(tmp_path / "hf")) == len(source.tensors)
+    assert optimizer_key("param", bias) not in open_checkpoint(tmp_path / "hf").tensors

@@ -318,3 +318,42 @@ def test_what_the_fields_say() -> None:
     assert read("Qwen3-0.6B")["kv_channels"] == 128 and read("Qwen3-0.6B")["qk_layernorm"]
     assert read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
     assert read("GPT-2")["hidden_dropout"] == 0.1 and read("GPT-2")["bias_gelu_fusion"]
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "vocab_size": 96, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4,
+}  # fmt: skip
+SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "message"),
+    [
+        (DEEPSEEK, {"first_k_dense_replace": 10**9}, "first_k_dense_replace = 1000000000 .* at most num_hidden_"),
+        (
+            DEEPSEEK,
+            {"rope_scaling": SOME_SCALE},
+            "mscale",
+        ),
+        (
+            PUBLISHED["Gemma-3-1B"][1],
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters has a field 'rope_theta'",
+        ),
+    ],
+)
+def test_fields_that_cannot_be_meant(model: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    hf = model | fields
+    with pytest.raises(ValueError, match=message):
+        family_of(hf).read_config(hf, {})
+
+
+def test_null_is_none_or_the_default() -> None:
+    nulls = dict.fromkeys(("n_group", "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace"))
+    hf = DEEPSEEK | nulls
+    read = family_of(hf).read_config(hf, {})
+    assert read["moe_router_num_groups"] is None and read["moe_shared_expert_intermediate_size"] == 0
+    assert read["moe_layer_freq"] == 1 and read["moe_router_topk_scaling_factor"] == 1.0
+    hf = PUBLISHED["Qwen2.5-0.5B"][1] | {"use_sliding_window": True, "num_hidden_layers": 30, "max_window_layers": None}
+    assert family_of(hf).read_config(hf, {})["window_attn_skip_freq"] == [0] * 28 + [1] * 2

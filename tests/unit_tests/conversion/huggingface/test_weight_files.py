@@ -69,6 +69,6 @@ def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_sizes() -> None:
     assert [parse_size(s) for s in ("5GB", "1.5MB", "2 KiB", "77")] == [5 * 10**9, 1_500_000, 2048, 77]
-    for bad in ("5 GiGs", "0", "-1MB", "", "MB"):
+    for bad in ("5 GiGs", "0", "-1MB", "", "MB", "inf", "1e400GB"):
         with pytest.raises(ValueError, match="--max-shard-size"):
             parse_size(bad)

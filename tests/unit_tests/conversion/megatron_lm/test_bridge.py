@@ -1,5 +1,7 @@
 """Checkpoints of Megatron-Bridge: the arguments are found in its configuration, and nothing else is taken for one."""
 
+import contextlib
+import itertools
 import shutil
 from pathlib import Path
 
@@ -76,4 +78,31 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
     root = changed(tmp_path)
     (root / CONFIG).write_text(text)
     with pytest.raises(CheckpointError, match="run_config.yaml is not the configuration of a model"):
+        open_checkpoint(root)
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 8)}]\n" for before, name in itertools.pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    "line", ["use_mup: *i", "activation_func: *i", "transformer_layer_spec: *i", "window_size: *i"]
+)
+def test_aliases_of_aliases_are_not_unfolded(tmp_path: Path, line: str) -> None:
+    """Eight to the ninth texts, were they."""
+    root = changed(tmp_path)
+    config = yaml.safe_load((root / CONFIG).read_text())
+    del config["model"][line.partition(":")[0]]
+    text = yaml.safe_dump(config, default_flow_style=False).replace("model:\n", f"model:\n  {line}\n", 1)
+    (root / CONFIG).write_text(BOMB + text)
+    with contextlib.suppress(ValueError):
+        assert len(str(open_checkpoint(root).args)) < 10**5
+
+
+@pytest.mark.parametrize("text", ["model: {1: 2}", "model: " + "[" * 5000, "model: {a: " + "x" * (4 << 20) + "}"])
+def test_a_configuration_beyond_reason_is_named(tmp_path: Path, text: str) -> None:
+    root = changed(tmp_path)
+    (root / CONFIG).write_text(text)
+    with pytest.raises(CheckpointError, match="run_config.yaml"):
         open_checkpoint(root)

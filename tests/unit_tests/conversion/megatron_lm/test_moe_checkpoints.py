@@ -12,6 +12,7 @@ from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLay
 from megatron.conversion.model_space.rank_layout import Layout, plan_load
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
+from tests.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
 from tests.unpacked import unpacked
 
@@ -183,3 +184,19 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
     torch.save(content, path)
     with pytest.raises(CheckpointError, match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make"):
         open_checkpoint(directory.parent, hints=Hints(optimizer=False))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_optimizer_of_experts_with_biases(tmp_path, distributed):
+    """As in gpt-oss: theirs has a group without weight decay, too, in the files of EP 2."""
+    sizes = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_distributed_optimizer": distributed}
+    source = random_source(LLAMA_ARGS | sizes | {"add_bias_linear": True})
+    assert "decoder.layers.0.mlp.experts.experts.linear_fc1.bias" in source.values
+    write_legacy(source, tmp_path / "legacy", Layout.of(2, 1, 1, experts=(2, None)))
+    legacy = open_checkpoint(tmp_path / "legacy")
+    assert compare(source, legacy) == len(source.tensors) and len(legacy.training.param_groups) == 2
+    write_torch_dist(legacy, tmp_path / "torch_dist")
+    dense, experts = load_common(tmp_path / "torch_dist")["optimizer"].values()
+    assert [group["wd_mult"] for group in experts["optimizer"]["param_groups"]] == [1.0, 0.0]
+    assert {group["is_expert_parallel"] for group in experts["optimizer"]["param_groups"]} == {True}
+    assert {group["is_expert_parallel"] for group in dense["optimizer"]["param_groups"]} == {False}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.format.metadata_index import decode_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata
 from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.unpickler import safe_load, safe_loads

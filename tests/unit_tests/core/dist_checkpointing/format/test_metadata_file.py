@@ -21,14 +21,12 @@ from megatron.core.dist_checkpointing.format.metadata import (
     ChunkTable,
     Location,
     StoredTensor,
-    decode_dcp,
 )
+from megatron.core.dist_checkpointing.format.metadata_file import decode_dcp, decode_metadata, open_metadata
 from megatron.core.dist_checkpointing.format.metadata_index import (
     BYTES,
     STORAGE_META,
-    decode_metadata,
     encode_metadata,
-    open_metadata,
     tensor_properties,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError

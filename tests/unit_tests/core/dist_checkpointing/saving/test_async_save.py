@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     save,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.planning.file_layout import SLOT_SIZE
+from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving import commit
 from megatron.core.dist_checkpointing.saving.commit import Outcome, SaveBarrier
 from tests.unit_tests.core.dist_checkpointing.saved_state import (

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedTensor, save
-from megatron.core.dist_checkpointing.saving import prepared_plan, shard_file
+from megatron.core.dist_checkpointing.planning import save_plan
+from megatron.core.dist_checkpointing.saving import shard_file
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 
 
@@ -204,7 +205,7 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
     training = Training(0, rows=10)
     with AsyncSaver() as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(prepared_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
+            patch.setattr(save_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
             for name in ("first", "second"):
                 error = saver.save(training.state(), tmp_path / name, common=training.common).wait().error
                 assert error == "IndexError: list index out of range"

@@ -1,4 +1,4 @@
-"""Background threads of saving and loading.
+"""What works behind training: threads, and host memory that is allocated once.
 
 Threads are enough: copies, hashes and writes of large buffers release the interpreter lock, so the training thread is
 held up for microseconds; there is no process that could die, leak or be forked, and no shared memory.
@@ -6,14 +6,19 @@ held up for microseconds; there is no process that could die, leak or be forked,
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+SLOT_SIZE = 8 << 20  # bytes that are staged and written at once
+_HOST_REGISTER_PORTABLE = 1
 
 
 def same_cuda_device() -> Callable[[], None]:
@@ -59,3 +64,45 @@ class Workers:
             except BaseException as error:
                 future.set_exception(error)
             del entry, future, task  # an idle thread keeps nothing alive
+
+
+class Slot(NamedTuple):
+    """The same memory in the three forms that copies and writes need."""
+
+    address: int
+    view: memoryview
+    tensor: torch.Tensor
+
+
+class StagingBuffer:
+    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous copies."""
+
+    def __init__(self, num_slots: int, pinned: bool) -> None:
+        self._memory = mmap.mmap(-1, num_slots * SLOT_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
+            if hasattr(mmap, advice):
+                self._memory.madvise(getattr(mmap, advice))
+        tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        view, address = memoryview(self._memory), tensor.data_ptr()
+        self._registered = None
+        if pinned:
+            status = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _HOST_REGISTER_PORTABLE)
+            if int(status) != 0:
+                raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
+            self._registered = address
+        self.slots = [
+            Slot(
+                address + i * SLOT_SIZE, view[i * SLOT_SIZE : (i + 1) * SLOT_SIZE], tensor[i * SLOT_SIZE :][:SLOT_SIZE]
+            )
+            for i in range(num_slots)
+        ]
+
+    def touch(self) -> None:
+        """Have the pages mapped now: the first write to a page costs more than many later ones."""
+        for slot in self.slots:
+            ctypes.memset(slot.address, 0, SLOT_SIZE)
+
+    def close(self) -> None:
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+        self.slots = []

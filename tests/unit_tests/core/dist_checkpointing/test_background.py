@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load, save
-from megatron.core.dist_checkpointing.threads import Workers, same_cuda_device
+from megatron.core.dist_checkpointing.background import Workers, same_cuda_device
 from tests.unit_tests.core.dist_checkpointing.saved_state import state_of
 
 
