@@ -29,7 +29,7 @@ from megatron.core.distributed.distributed_data_parallel import outermost_layers
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
-from megatron.core.transformer.attention import context_parallel
+from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
 from megatron.training.config.options import DistributedConfig
 
@@ -262,8 +262,8 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
 # Where attention calls what exchanges between ranks, and overlaps that with its kernels.
 _EXCHANGES = (
     (core_attention, "blockwise_attention"),
-    (context_parallel, "exchange_sequence_for_heads"),
-    (context_parallel, "exchange_heads_for_sequence"),
+    (placement, "exchange_sequence_for_heads"),
+    (placement, "exchange_heads_for_sequence"),
 )
 
 
