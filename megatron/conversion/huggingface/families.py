@@ -24,7 +24,8 @@ from megatron.conversion.huggingface.config_json import Json, Rule, read_config,
 from megatron.conversion.huggingface.config_rules import (
     AUXILIARY_LOSS,
     COMMON_RULES,
-    DEEPSEEK_EXPERTS,
+    DEEPSEEK_V2_EXPERTS,
+    DEEPSEEK_V3_EXPERTS,
     EXPERT_LAYERS,
     GELU,
     biases,
@@ -36,7 +37,7 @@ from megatron.conversion.huggingface.config_rules import (
 )
 from megatron.conversion.huggingface.parameters import (
     BLOOM_ROWS,
-    DEEPSEEK_V3_ROWS,
+    DEEPSEEK_ROWS,
     GEMMA_ROWS,
     GPT2_ROWS,
     GPT_OSS_ROWS,
@@ -253,11 +254,19 @@ GEMMA3 = Family(
     whole_heads=True,
 )
 _GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-_EXPERT_RULES = (copied("moe_router_topk", "num_experts_per_tok"), AUXILIARY_LOSS)
+
+
+def _experts(count: Rule, width: str, **default: Any) -> tuple[Rule, ...]:
+    """`count` is the rule of their number, `width` the field of their inner width."""
+    return (
+        *(count, copied("moe_ffn_hidden_size", width, **default)),
+        *(copied("moe_router_topk", "num_experts_per_tok"), AUXILIARY_LOSS),
+    )
+
+
+_NUMBER = ("num_experts", "num_local_experts")
 _QWEN_EXPERT_RULES = (
-    *_EXPERT_RULES,
-    copied("num_experts", "num_experts", "num_local_experts", default=None),
-    copied("moe_ffn_hidden_size", "moe_intermediate_size", default=None),
+    *_experts(copied("num_experts", *_NUMBER, default=None), "moe_intermediate_size", default=None),
     # Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone.
     opposite("moe_router_pre_softmax", "norm_topk_prob", False),
     EXPERT_LAYERS,
@@ -268,9 +277,7 @@ MIXTRAL = Family(
     MIXTRAL_ROWS,
     (
         *_LLAMA_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_local_experts", default=None),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
+        *_experts(copied("num_experts", "num_local_experts", default=None), "intermediate_size"),
         query_groups(8),
         head_dim(),
         _NO_BIAS,
@@ -298,9 +305,7 @@ OLMOE = Family(
     LLAMA_ROWS,
     (
         *_OLMO_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_experts", "num_local_experts", default=64),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
+        *_experts(copied("num_experts", *_NUMBER, default=64), "intermediate_size"),
         opposite("moe_router_pre_softmax", "norm_topk_prob", False),
         fixed("clip_qkv", None),
     ),
@@ -311,9 +316,7 @@ GPT_OSS = Family(
     GPT_OSS_ROWS,
     (
         *_SIZE_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_local_experts", "num_experts", default=128),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
+        *_experts(copied("num_experts", *_NUMBER[::-1], default=128), "intermediate_size"),
         copied("norm_epsilon", "rms_norm_eps", default=1e-5),
         opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
         rope(150000.0, _GPT_OSS_SCALING),
@@ -329,46 +332,59 @@ GPT_OSS = Family(
     ),
     ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
 )
+_DEEPSEEK_RULES = (
+    *_GATED_RMS_RULES,
+    # The norms within attention have this epsilon whatever the field says.
+    fixed("rms_norm_eps", 1e-6, written=True),
+    implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
+    implied(qk_layernorm=True, window_size=None, moe_router_dtype="fp32"),
+    rope(),
+    NO_GROUPS,
+    QUERY_RANK,
+    copied("kv_lora_rank", "kv_lora_rank", default=512),
+    copied("qk_head_dim", "qk_nope_head_dim", default=128),
+    copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+    copied("v_head_dim", "v_head_dim", default=128),
+    fixed("attention_bias", False, written=True),
+    fixed("moe_layer_freq", 1),
+)
+# Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
+_OF_DEEPSEEK = ("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux")
+_OF_DEEPSEEK += ("ep_size", "auto_map")
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    DEEPSEEK_ROWS,
+    (
+        *_DEEPSEEK_RULES,
+        copied("num_experts", "n_routed_experts", "num_local_experts", default=64),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
+        copied("moe_router_topk", "num_experts_per_tok"),
+        *DEEPSEEK_V2_EXPERTS,
+        fixed("mlp_bias", False, written=True),
+        fixed("norm_topk_prob", False, written=True),
+        fixed("scoring_func", "softmax"),
+        implied(moe_router_score_function="softmax", moe_router_pre_softmax=True),
+    ),
+    _OF_DEEPSEEK,
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    DEEPSEEK_V3_ROWS,
+    DEEPSEEK_ROWS,
     (
-        *_GATED_RMS_RULES,
-        # The norms within attention have this epsilon whatever the field says.
-        fixed("rms_norm_eps", 1e-6, written=True),
-        implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
-        rope(),
-        NO_GROUPS,
-        QUERY_RANK,
-        copied("kv_lora_rank", "kv_lora_rank", default=512),
-        copied("qk_head_dim", "qk_nope_head_dim", default=128),
-        copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
-        copied("v_head_dim", "v_head_dim", default=128),
+        *_DEEPSEEK_RULES,
         copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
         copied("moe_router_topk", "num_experts_per_tok", default=8),
-        DEEPSEEK_EXPERTS,
-        fixed("attention_bias", False, written=True),
+        *DEEPSEEK_V3_EXPERTS,
         fixed("rope_interleave", True, written=True),
         fixed("norm_topk_prob", True, written=True),
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
-        fixed("moe_layer_freq", 1),
-        implied(qk_layernorm=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-        implied(moe_router_dtype="fp32", window_size=None),
+        implied(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
     ),
-    # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
-    (
-        "head_dim",
-        "qk_head_dim",
-        "num_nextn_predict_layers",
-        "num_mtp_layers",
-        "aux_loss_alpha",
-        "seq_aux",
-        "ep_size",
-        "auto_map",
-    ),
+    _OF_DEEPSEEK,
 )
 _LAYER_NORM_RULES: tuple[Rule, ...] = (
     copied("num_layers", "n_layer", "num_hidden_layers"),
@@ -396,6 +412,8 @@ GPT2 = Family(
     ),
     layers="transformer.h.",
 )
+_OF_BLOOM = ("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion")
+_OF_BLOOM += ("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv")
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
@@ -411,20 +429,12 @@ BLOOM = Family(
         # Its GELU is the tanh approximation.
         implied(position_embedding_type="alibi", embedding_layernorm=True, bias_gelu_fusion=True),
     ),
-    (
-        "slow_but_exact",
-        "offset_alibi",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "skip_bias_add",
-        "skip_bias_add_qkv",
-    ),
+    _OF_BLOOM,
     layers="transformer.h.",
 )
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(GPT2, BLOOM),
 )
 
