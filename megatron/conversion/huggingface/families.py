@@ -349,8 +349,10 @@ _DEEPSEEK_RULES = (
     fixed("moe_layer_freq", 1),
 )
 # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
-_OF_DEEPSEEK = ("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux")
-_OF_DEEPSEEK += ("ep_size", "auto_map")
+_OF_DEEPSEEK = (
+    *("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux"),
+    *("ep_size", "auto_map"),
+)
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -412,8 +414,10 @@ GPT2 = Family(
     ),
     layers="transformer.h.",
 )
-_OF_BLOOM = ("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion")
-_OF_BLOOM += ("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv")
+_OF_BLOOM = (
+    *("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion"),
+    *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
+)
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
