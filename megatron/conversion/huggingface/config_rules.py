@@ -51,6 +51,11 @@ def fixed(field: str, *values: Any, written: bool = False) -> Rule:
     return Rule({field: anything}, read, lambda config: {field: values[0]} if written else {})
 
 
+def always(**fields: Any) -> list[Rule]:
+    """Fields of one meaning that are written."""
+    return [fixed(field, value, written=True) for field, value in fields.items()]
+
+
 def implied(**arguments: Any) -> Rule:
     """Arguments that the family implies; there is no field for them."""
     return Rule({}, lambda hf, args: arguments)
