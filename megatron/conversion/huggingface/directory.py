@@ -26,6 +26,7 @@ from megatron.conversion.huggingface.weight_files import (
     SafetensorsFile,
     dequantized,
     open_weights,
+    scaled_blocks,
     write_weight_files,
 )
 from megatron.conversion.model_space.model import (
@@ -157,15 +158,14 @@ class HuggingFaceSource:
         try:
             family = family_of(hf)
             self.args = family.read_config(hf, given, (*ignored_fields, _QUANTIZATION))
+            quantization = None if _QUANTIZATION in ignored_fields else hf.get(_QUANTIZATION)
+            block = None if quantization is None else scaled_blocks(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
-        if hf.get(_QUANTIZATION) is not None and _QUANTIZATION not in ignored_fields:
-            try:
-                self._files = dequantized(self._files, hf[_QUANTIZATION], config.params_dtype)
-            except ValueError as error:
-                raise schema.CheckpointError(f"{directory}: {error}") from error
+        if block is not None:
+            self._files = dequantized(self._files, block, config.params_dtype)
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.

@@ -321,7 +321,6 @@ _DEEPSEEK_RULES = (
     copied("qk_head_dim", "qk_nope_head_dim", default=128),
     copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
     copied("v_head_dim", "v_head_dim", default=128),
-    fixed("attention_bias", False, written=True),
     fixed("moe_layer_freq", 1),
 )
 # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
@@ -339,7 +338,7 @@ DEEPSEEK_V2 = Family(
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
         copied("moe_router_topk", "num_experts_per_tok"),
         *DEEPSEEK_V2_EXPERTS,
-        *always(mlp_bias=False, norm_topk_prob=False),
+        *always(attention_bias=False, mlp_bias=False, norm_topk_prob=False),
         fixed("scoring_func", "softmax"),
         implied(moe_router_score_function="softmax", moe_router_pre_softmax=True),
     ),
@@ -355,7 +354,7 @@ DEEPSEEK_V3 = Family(
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
         copied("moe_router_topk", "num_experts_per_tok", default=8),
         *DEEPSEEK_V3_EXPERTS,
-        *always(rope_interleave=True, norm_topk_prob=True),
+        *always(attention_bias=False, rope_interleave=True, norm_topk_prob=True),
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
         implied(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),

@@ -194,11 +194,8 @@ _QUANTIZATION = schema.record(
 )
 
 
-def dequantized(files: Mapping[str, TensorFile], quantization: Any, dtype: torch.dtype) -> dict[str, TensorFile]:
-    """`files` with matrices in `dtype` in place of 8-bit ones and their scales, as `quantization_config` says.
-
-    Raises ValueError for other kinds of quantization.
-    """
+def scaled_blocks(quantization: Any) -> Sequence[int]:
+    """Rows and columns of a block with a scale, as `quantization_config` says; ValueError for other kinds."""
     _QUANTIZATION(quantization, "config.json: quantization_config")
     block = quantization.get("weight_block_size")
     if quantization["quant_method"] != "fp8" or block is None:
@@ -207,6 +204,12 @@ def dequantized(files: Mapping[str, TensorFile], quantization: Any, dtype: torch
             "fp8 with weight_block_size is: load the model in transformers with dequantize=True in its quantization "
             "config, save and convert that; or, if nothing is quantized, give --hf-ignore-fields quantization_config"
         )
+    size: Sequence[int] = block
+    return size
+
+
+def dequantized(files: Mapping[str, TensorFile], block: Sequence[int], dtype: torch.dtype) -> dict[str, TensorFile]:
+    """`files` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
     result = {name: file for name, file in files.items() if not name.endswith(SCALES)}
     for name in [name for name in files if name.endswith(SCALES)]:
         matrix = name.removesuffix(SCALES)
