@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
-from megatron.core.transformer.attention.context_parallel import ContextParallel
+from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
 from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer

@@ -43,6 +43,7 @@ LAYOUTS = {
 
 MOE = f"""--num-experts {EXPERTS} --moe-ffn-hidden-size {EXPERT_FFN} --moe-router-topk 2 --moe-aux-loss-coeff 0.01
     --moe-token-dispatcher-type alltoall""".split()
+EVEN = "--moe-router-force-load-balancing"
 EP2 = ["--expert-model-parallel-size", "2", *LAYOUTS["DP2"]]
 
 
@@ -138,8 +139,10 @@ def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -
     if args.also:
         programs[f"ours {args.also}"] = partial(ours, dtype, steps, threads, extra=(*model, *args.also.split()))
     two = partial(ours, dtype, steps, threads // 2, 2)  # processes
-    if args.moe:
+    if args.moe:  # new weights use some experts far more than others, so that a rank waits for the other
         programs["ours EP2"] = partial(two, BATCH // 2, (*model, *EP2))
+        programs["ours, even load"] = partial(ours, dtype, steps, threads, extra=(*model, EVEN))
+        programs["ours EP2, even load"] = partial(two, BATCH // 2, (*model, *EP2, EVEN))
     if args.layouts:
         for name, extra in LAYOUTS.items():
             programs[f"ours {name}"] = partial(two, BATCH // 2 if name in ("DP2", "PP2") else BATCH, tuple(extra))
@@ -182,7 +185,7 @@ def main() -> None:
         for name, values in times.items():
             median = statistics.median(values)
             speed = work / median / 1e6
-            print(f"  {name:14s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer")
+            print(f"  {name:20s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer")
 
 
 if __name__ == "__main__":

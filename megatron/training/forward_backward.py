@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.transformer.layer_spec import layer_spec
-from megatron.core.transformer.moe.balancing import finish_step, measurements, routers
+from megatron.core.transformer.moe.router import finish_step, measurements, routers
 from megatron.training.data.samplers import Batch
 from megatron.training.reporting import console
 from megatron.training.reporting.logging import reduce_losses

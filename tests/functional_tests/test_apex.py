@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from megatron.core.optimizer import apex
 from megatron.core.optimizer.apex import sum_of_squares
+from megatron.core.utils import import_apex
 from megatron.training.config.run_config import parse_args
 from tests import ROOT, apex_checks
 from tests.training_harness import COMMON, LAYOUTS, MODELS, train
@@ -23,6 +25,16 @@ def test_kernels_as_they_are_called():
     apex_checks.check_adam("cpu", 1e-6)
     apex_checks.check_sum_of_squares("cpu")
     apex_checks.check_norms("cpu", 1e-5)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_kernels_get_tensors_that_they_can_count(monkeypatch):
+    """They have 32 bits for the elements of a tensor; a bucket without a limit may have more."""
+    monkeypatch.setattr(apex, "LARGEST", 30_000)
+    import_apex("amp_C", "").LARGEST_SEEN = 0
+    apex_checks.check_adam("cpu", 1e-6)
+    apex_checks.check_sum_of_squares("cpu")
+    assert import_apex("amp_C", "").LARGEST_SEEN == 30_000
 
 
 def train_with_stand_in(rank, world_size, flags):

@@ -3,11 +3,9 @@
 import os
 import shlex
 import signal
-import socket
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -168,83 +166,42 @@ def test_nan_stops_with_rank_and_iteration(pool, tmp_path, layout):
     assert all(all(rank) for rank in finite)  # updates were left out
 
 
-def environment(**more):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
-
-
-def start(flags, **variables):
-    return subprocess.Popen(
-        [sys.executable, "pretrain_gpt.py", *shlex.split(COMMON + flags)],
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def start_ranks(flags, world_size):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
-        start(
-            flags,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        for rank in range(world_size)
-    ]
-
-
-def test_mistakes_end_with_one_message_and_no_traceback():
+def test_mistakes_end_with_one_message_and_no_traceback(launcher):
     """Both ranks find the same mistake, before they have met; the first one tells it."""
-    first, second = start_ranks(f"{MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused", 2)
-    _, text = first.communicate(timeout=300)
-    assert first.returncode == 1
-    assert text.splitlines() == [
+    job = launcher.start(2, f"{COMMON} {MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused")
+    job.until(job.has_ended)
+    job.kill(1)
+    assert job.wait()[0] == 1
+    assert job.output().splitlines() == [
         "error: unknown flag --unfused: --help lists all flags",
         "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
     ]
-    second.kill()
-    assert second.communicate()[1].strip() == ""
+    assert job.output(1) == ""
 
 
-def wait_for_iteration(process, iteration):
-    for line in process.stdout:
-        if f"iteration {iteration:8d}/" in line:
-            return
-    raise AssertionError(process.stderr.read())
+LONG = f"{COMMON} --mock-data --train-iters 100000 {MODELS['llama']} "
 
 
-LONG = f"--mock-data --train-iters 100000 {MODELS['llama']} "
-
-
-def test_sigterm_saves_and_ends(tmp_path, pool):
-    process = start(f"{LONG} --exit-signal-handler --save {tmp_path}")
-    wait_for_iteration(process, 3)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert "SIGTERM was received" in output
+def test_sigterm_saves_and_ends(tmp_path, launcher):
+    job = launcher.start(1, f"{LONG} --exit-signal-handler --save {tmp_path}")
+    job.until_iteration(3)
+    job.signal(0, signal.SIGTERM)
+    job.succeed()
+    assert "SIGTERM was received" in job.output()
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
-    assert f"exiting after iteration {saved}" in output
-    assert pool.run(train, 1, f"{LONG} --load {tmp_path} --skip-train")[0].iteration == saved
+    assert f"exiting after iteration {saved}" in job.output()
+    assert launcher.run(1, f"{LONG} --load {tmp_path} --skip-train").resumed_at() == saved
 
 
 @pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2"])
-def test_a_killed_rank_stops_the_others_with_the_reason(layout):
-    ranks = start_ranks(f"{LONG} {LAYOUTS[layout][1]} --distributed-timeout-minutes 0.5", 2)
-    wait_for_iteration(ranks[0], 2)
-    ranks[1].kill()
-    killed = time.monotonic()
-    _, errors = ranks[0].communicate(timeout=300)
-    assert ranks[0].returncode != 0 and time.monotonic() - killed < 45
-    assert "rank 0 of 2" in errors and "another rank has died" in errors
-    ranks[1].communicate()
+def test_a_killed_rank_stops_the_others_with_the_reason(launcher, layout):
+    """At once: the limit of a job's wait is far below the timeout of the collectives."""
+    job = launcher.start(2, f"{LONG} {LAYOUTS[layout][1]} --distributed-timeout-minutes 30")
+    job.until_iteration(2)
+    job.kill(1)
+    job.until(job.has_ended, "the end of rank 0")
+    assert job.wait()[0] not in (0, None)
+    assert "rank 0 of 2" in job.output() and "another rank has died" in job.output()
 
 
 def train_elsewhere(rank, world_size, root, flags):

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import torch
 
-from megatron.core.transformer.attention.context_parallel import local_positions
+from megatron.core.transformer.placement import local_positions
 from megatron.training.config.run_config import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain

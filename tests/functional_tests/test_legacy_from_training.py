@@ -1,5 +1,7 @@
 """`--ckpt-format torch`: Megatron-LM's legacy files, written by a run and read by the next, at any layout."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -69,11 +71,22 @@ def test_sgd(pool, tmp_path, momentum):
     assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
 
 
+TP2 = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch"
+
+
+@pytest.fixture(scope="module")
+def stopped(pool, tmp_path_factory):
+    """An undisturbed run's outcomes, and the checkpoints of one that stopped after four iterations."""
+    directory = tmp_path_factory.mktemp("stopped")
+    straight = pool.run(train, 2, TP2)
+    pool.run(train, 2, f"{TP2} --save {directory} --save-interval 2 --exit-interval 4")
+    return straight, directory
+
+
 @pytest.mark.parametrize("damage", ["lost tracker", "garbled tracker", "truncated checkpoint"])
-def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, tmp_path, damage):
-    flags = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path} --load {tmp_path}"
-    straight = pool.run(train, 2, flags.replace(f"--save {tmp_path} --load {tmp_path}", ""))
-    pool.run(train, 2, f"{flags} --save-interval 2 --exit-interval 4")
+def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, stopped, tmp_path, damage):
+    straight, directory = stopped
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     tracker, newest = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000004"
     if damage == "lost tracker":
         tracker.unlink()
@@ -82,7 +95,7 @@ def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, tmp_path
     else:
         model = newest / "mp_rank_01/model_optim_rng.pt"
         model.write_bytes(model.read_bytes()[:-100])
-    resumed = pool.run(train, 2, flags)
+    resumed = pool.run(train, 2, f"{TP2} --save {tmp_path} --load {tmp_path}")
     first = 3 if damage == "truncated checkpoint" else 5
     assert resumed[0].measured.losses == straight[0].measured.losses[first - 1 :]
     assert_same(whole(resumed), whole(straight))

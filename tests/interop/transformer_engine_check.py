@@ -37,9 +37,8 @@ from megatron.core.models import GPTModel  # noqa: E402
 from megatron.core.module import param_info  # noqa: E402
 from megatron.core.parallel_state import Axis, ExpertAxes  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng  # noqa: E402
-from megatron.core.transformer.attention.context_parallel import ContextParallel  # noqa: E402
 from megatron.core.transformer.layer_spec import layer_spec  # noqa: E402
-from megatron.core.transformer.placement import Placement  # noqa: E402
+from megatron.core.transformer.placement import ContextParallel, Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {

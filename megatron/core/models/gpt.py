@@ -13,8 +13,7 @@ from megatron.core.models.embedding import GPTEmbedding, OutputLayer
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng, padded_vocab_size
-from megatron.core.transformer.attention.context_parallel import WHOLE_SEQUENCES, ContextParallel
-from megatron.core.transformer.placement import Placement
+from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 

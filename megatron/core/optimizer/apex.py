@@ -16,6 +16,7 @@ from megatron.core.utils import import_apex
 
 _FLAG = "--optimizer-impl"
 _CHUNK = 2048 * 32  # elements of a block, as in apex
+LARGEST = 1 << 30  # elements of a tensor, as a kernel gets it: they count in 32 bits, and a bucket may have more
 
 
 class ApexAdam(UpdateRule):
@@ -26,9 +27,11 @@ class ApexAdam(UpdateRule):
 
     def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
         super().__init__(groups, **hyperparameters)
-        on_device = [group | {"lr": torch.tensor(group["lr"])} for group in self.param_groups]
-        self._adam = import_apex("apex.optimizers", _FLAG).FusedAdam(on_device, capturable=True)
-        self.state = self._adam.state
+        parts = [
+            group | {"lr": torch.tensor(group["lr"]), "params": [x for p in group["params"] for x in p.split(LARGEST)]}
+            for group in self.param_groups
+        ]
+        self._adam = import_apex("apex.optimizers", _FLAG).FusedAdam(parts, capturable=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -38,9 +41,18 @@ class ApexAdam(UpdateRule):
                 theirs["lr"].fill_(ours["lr"])
                 theirs["weight_decay"] = ours["weight_decay"]
                 theirs["step"] = self.states(ours, "step")[0].int().view(1)
+                self._lend(ours, theirs["params"])
         self._adam.step(grad_scaler=self)
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
+
+    def _lend(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
+        """Views of gradients and moments, to the `parts` of the group's parameters."""
+        tensors = (self.gradients(group), self.states(group, "exp_avg"), self.states(group, "exp_avg_sq"))
+        cut = ([view for tensor in kind for view in tensor.split(LARGEST)] for kind in tensors)
+        for part, gradient, mean, square in zip(parts, *cut, strict=True):
+            part.grad = gradient
+            self._adam.state[part] = {"exp_avg": mean, "exp_avg_sq": square}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
         return {self.found_inf.device: self.found_inf}
@@ -54,5 +66,6 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     overflow = torch.zeros(1, dtype=torch.int, device=device)  # it is set by other kernels of this kind
-    norm, _ = import_apex("amp_C", _FLAG).multi_tensor_l2norm(_CHUNK, overflow, [list(grads)], False)
+    parts = [part for grad in grads for part in grad.split(LARGEST)]
+    norm, _ = import_apex("amp_C", _FLAG).multi_tensor_l2norm(_CHUNK, overflow, [parts], False)
     return norm.squeeze().double().square()  # type: ignore[no-any-return]

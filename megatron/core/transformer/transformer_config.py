@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core.transformer import model_rules
-from megatron.core.transformer.compute_options import ComputeOptions
+from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
 from megatron.core.utils import flag, raise_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
@@ -20,14 +20,11 @@ _LATENT, _NOT_LATENT = ({"multi_latent_attention": on} for on in (True, False))
 _GELU = {"swiglu": False, "quick_geglu": False, "geglu": False, "squared_relu": False}
 _QUICK_GEGLU = {"quick_geglu": True}
 _WINDOW = {"has_window": True}
-_DENSE, _MOE = {"has_dense_layers": True}, {"has_experts": True}
-_DROPPING = _MOE | {"drops_tokens": True}
-_SHARED = _MOE | {"has_shared_experts": True}
-_GROUPS = _MOE | {"has_groups": True}
+_DENSE = {"has_dense_layers": True}
 
 
 @dataclass
-class TransformerConfig(ComputeOptions):
+class TransformerConfig(ExpertOptions, ComputeOptions):
     """What defines the model; everything that changes the mathematics is here and travels with the checkpoint.
 
     A field that is part of the architecture says in its `flag` what it decides: comparing a checkpoint's model with
@@ -170,62 +167,6 @@ class TransformerConfig(ComputeOptions):
     """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer a matrix of its own."""
-    num_experts: int | None = flag(None, at_least=0, decides="shapes", meaning="experts")
-    """Number of experts of a layer with experts (Shazeer et al. 2017); without it, or 0 or 1, all layers are dense."""
-    moe_layer_freq: int | list[int] = flag(
-        1, parse=model_rules.layer_pattern, decides="shapes", when=_MOE, meaning="moe_layer_pattern"
-    )
-    """Every N-th layer has experts, from the first on; or a pattern of 1 (experts) and 0 (dense), as [0]*3+[1]*61."""
-    moe_ffn_hidden_size: int | None = flag(None, decides="shapes", when=_MOE)
-    """Inner width of an expert. Default: --ffn-hidden-size."""
-    moe_shared_expert_intermediate_size: int | None = flag(None, decides="shapes", when=_MOE)
-    """Inner width of the shared expert, to which every token goes. Default: none."""
-    moe_shared_expert_gate: bool = flag(False, decides="shapes", when=_SHARED)
-    """Multiply the shared expert's output by a learned gate."""
-    moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)
-    """Number of experts that a token goes to."""
-    moe_router_pre_softmax: bool = flag(False, decides="mathematics", when=_MOE, meaning="softmax_before_choice")
-    """Softmax over all experts before the choice, in place of over the chosen ones after it."""
-    moe_router_score_function: str = flag(
-        "softmax", choices=("softmax", "sigmoid"), decides="mathematics", when=_MOE, meaning="score_function"
-    )
-    """How the router's logits become scores."""
-    moe_router_num_groups: int | None = flag(None, decides="mathematics", when=_MOE)
-    """Groups of experts, of which a token's experts come from --moe-router-group-topk."""
-    moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
-    """Number of groups that a token's experts come from."""
-    moe_router_group_score_topk: int | None = flag(
-        None, decides="mathematics", when=_GROUPS, meaning="group_score_topk"
-    )
-    """A group is as good as the sum of so many of its best scores (2 in DeepSeek-V3). Default, and all that
-    Megatron-LM has: --moe-router-topk / --moe-router-group-topk."""
-    moe_router_topk_scaling_factor: float | None = flag(
-        None, positive=True, decides="mathematics", when=_MOE, meaning="topk_scaling_factor"
-    )
-    """Factor of the weights of the chosen experts."""
-    moe_router_enable_expert_bias: bool = flag(False, decides="shapes", when=_MOE)
-    """Add a bias to the scores that choose, which follows the load of the experts (DeepSeek-V3)."""
-    moe_router_bias_update_rate: float = flag(1e-3, at_least=0)
-    """By how much a step moves the expert bias."""
-    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE)
-    """Precision of the router. Default: that of the model."""
-    moe_router_load_balancing_type: list[str] = flag(
-        ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-    )
-    """Losses that keep the experts in use: over a micro batch, each sequence, or all micro batches so far in a step; or
-    sinkhorn, by which a rank's tokens are spread evenly without a loss (Clark et al. 2022)."""
-    moe_aux_loss_coeff: list[float] = flag((0.0,))
-    """Coefficient of each of these losses."""
-    moe_z_loss_coeff: float | None = flag(None, at_least=0)
-    """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
-    moe_expert_capacity_factor: float | None = flag(None, decides="mathematics", when=_MOE)
-    """Drop tokens beyond this many times an expert's even share. Default: none is dropped."""
-    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), decides="mathematics", when=_DROPPING)
-    """Which tokens an expert without room drops: those with the lowest weights, or the last ones."""
-    moe_pad_expert_input_to_capacity: bool = flag(False)
-    """Accepted with a capacity; inputs of experts have the sizes that they need, and the results are the same."""
-    moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
-    """How tokens reach the ranks of their experts: all tokens to all ranks, or each to its own."""
     hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout after the embedding and on every residual branch."""
     attention_dropout: float = flag(0.1, at_least=0, at_most=1)
@@ -249,49 +190,8 @@ class TransformerConfig(ComputeOptions):
             self.num_query_groups = 1
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
-        # Megatron-LM stores a single value where there is one loss.
-        kinds: Any = self.moe_router_load_balancing_type
-        coefficients: Any = self.moe_aux_loss_coeff
-        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else list(kinds)
-        self.moe_aux_loss_coeff = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients]
+        self._list_losses()
         raise_problems(model_rules.problems(self))
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer that has some; 0 in a dense model."""
-        return self.num_experts if self.num_experts is not None and self.num_experts > 1 else 0
-
-    @property
-    def has_experts(self) -> bool:
-        return self.experts > 0
-
-    @property
-    def has_shared_experts(self) -> bool:
-        return bool(self.moe_shared_expert_intermediate_size)
-
-    @property
-    def by_sinkhorn(self) -> bool:
-        return self.moe_router_load_balancing_type == ["sinkhorn"]
-
-    @property
-    def softmax_before_choice(self) -> bool:
-        return (self.moe_router_pre_softmax or self.by_sinkhorn) and self.score_function == "softmax"
-
-    @property
-    def score_function(self) -> str:
-        return "sigmoid" if self.by_sinkhorn and self.moe_router_topk == 1 else self.moe_router_score_function
-
-    @property
-    def group_score_topk(self) -> int:
-        return self.moe_router_group_score_topk or self.moe_router_topk // (self.moe_router_group_topk or 1)
-
-    @property
-    def topk_scaling_factor(self) -> float:
-        return self.moe_router_topk_scaling_factor or 1.0
-
-    @property
-    def drops_tokens(self) -> bool:
-        return self.moe_expert_capacity_factor is not None
 
     @property
     def moe_layer_pattern(self) -> list[int]:
@@ -300,11 +200,6 @@ class TransformerConfig(ComputeOptions):
         if not self.has_experts:
             return [0] * self.num_layers
         return list(freq) if isinstance(freq, list) else [int(number % freq == 0) for number in range(self.num_layers)]
-
-    @property
-    def moe_ffn_size(self) -> int:
-        assert self.moe_ffn_hidden_size is not None
-        return self.moe_ffn_hidden_size
 
     @property
     def window_pattern(self) -> list[int]:
@@ -317,12 +212,6 @@ class TransformerConfig(ComputeOptions):
     def window_of(self, number: int) -> tuple[int, int] | None:
         """The sliding window of layer `number`."""
         return self.window_size if self.window_pattern[number] else None
-
-    @property
-    def load_balancing(self) -> dict[str, float]:
-        """Coefficients of the losses that are on."""
-        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
-        return {kind: coefficient for kind, coefficient in pairs if kind != "none" and coefficient}
 
     @property
     def head_dim(self) -> int:

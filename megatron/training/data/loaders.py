@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
-from megatron.core.transformer.attention.context_parallel import ContextParallel
+from megatron.core.transformer.placement import ContextParallel
 from megatron.training.data.samplers import DataIterator
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import DatasetsProvider, Run

@@ -20,7 +20,7 @@ import torch
 
 from megatron.core.datasets import Dataset
 from megatron.core.datasets.ordered_workers import OrderedWorkers
-from megatron.core.transformer.attention.context_parallel import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.utils import flag
 
 Step = tuple[int, int]  # (consumed samples, global batch size from there on)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.moe.balancing import LOAD, measured
+from megatron.core.transformer.moe.router import LOAD, measured
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import LoggingConfig
 

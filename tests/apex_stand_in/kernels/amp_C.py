@@ -2,12 +2,20 @@
 
 import torch
 
+LARGEST_SEEN = 0  # elements of a tensor
+
+
+def note(tensors):
+    global LARGEST_SEEN
+    LARGEST_SEEN = max(LARGEST_SEEN, *(tensor.numel() for tensor in tensors))
+
 
 def multi_tensor_adam_capturable(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ):
     assert lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == noop_flag.dtype == torch.int32
     assert mode == 1 and bias_correction == 1  # decoupled weight decay
+    note(tensor_lists[0])
     if noop_flag.item() == 1:
         return
     for grad, param, mean, square in zip(*tensor_lists, strict=True):
@@ -23,5 +31,6 @@ multi_tensor_adam = multi_tensor_adam_capturable_master = None
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     (tensors,) = tensor_lists
+    note(tensors)
     assert tensors and noop_flag.dtype == torch.int32 and all(t.is_contiguous() for t in tensors)
     return torch.cat([t.flatten().float() for t in tensors]).norm().view(1), torch.empty(0)

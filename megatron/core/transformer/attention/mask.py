@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.attention.context_parallel import local_positions
 from megatron.core.transformer.attention.kernels import Document
+from megatron.core.transformer.placement import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import even_range
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.attention.context_parallel import local_positions
+from megatron.core.transformer.placement import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

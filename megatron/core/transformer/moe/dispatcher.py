@@ -1,17 +1,20 @@
-"""Tokens to the ranks that hold their experts, and the experts' outputs back."""
+"""Tokens to the ranks that hold their experts, in the order of these, and the experts' outputs back.
+
+By index operations alone, deterministic in both directions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence, reduce_scatter_to_sequence
-from megatron.core.transformer.moe.permutation import Permutation
 from megatron.core.transformer.moe.router import Routing
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,9 +42,10 @@ def all_to_all(tokens: Tensor, routing: Routing, experts: Experts, num_local: in
     outgoing, incoming = torch.stack([sent.counts.view_as(received).sum(1), received.sum(1)]).tolist()
     local = torch.arange(num_local, device=chosen.device).repeat(num_ranks).repeat_interleave(received.view(-1))
     by_expert = Permutation(local.unsqueeze(-1), num_local)
-    rows, probs = (by_expert.gather(_exchange(x, outgoing, incoming, axes.all)) for x in (rows, probs))
+    rows, probs = (by_expert.gather(x) for x in _AllToAll.apply(axes.all, outgoing, incoming, rows, probs))
     outputs = by_expert.combine(experts(rows, probs, by_expert.counts), len(local))
-    return sent.combine(_exchange(outputs, incoming, outgoing, axes.all), len(tokens))
+    (outputs,) = _AllToAll.apply(axes.all, incoming, outgoing, outputs)
+    return sent.combine(outputs, len(tokens))
 
 
 def all_gather(tokens: Tensor, routing: Routing, experts: Experts, num_local: int, axes: ExpertAxes) -> Tensor:
@@ -59,24 +63,88 @@ def all_gather(tokens: Tensor, routing: Routing, experts: Experts, num_local: in
 DISPATCHERS: dict[str, Dispatch] = {"alltoall": all_to_all, "allgather": all_gather}
 
 
-def _exchange(rows: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Tensor:
-    return _AllToAll.apply(rows, outgoing, incoming, axis)
-
-
 class _AllToAll(torch.autograd.Function):
-    """`outgoing[r]` rows to rank r of the axis, `incoming[r]` from it; gradients go the way back."""
+    """`outgoing[r]` rows of each tensor to rank r of the axis, `incoming[r]` from it; gradients go the way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Tensor:
-        ctx.outgoing, ctx.incoming, ctx.axis = outgoing, incoming, axis
-        return _exchanged(rows, outgoing, incoming, axis)
+    def forward(ctx: Any, axis: Axis, outgoing: list[int], incoming: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.outgoing, ctx.incoming = axis, outgoing, incoming
+        return _exchanged(axis, outgoing, incoming, tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchanged(grad, ctx.incoming, ctx.outgoing, ctx.axis), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, None, *_exchanged(ctx.axis, ctx.incoming, ctx.outgoing, grads)
 
 
-def _exchanged(rows: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Tensor:
-    received = rows.new_empty(sum(incoming), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), incoming, outgoing, group=axis.group)
+def _exchanged(axis: Axis, outgoing: list[int], incoming: list[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All of them at once: ranks that have other loads wait for each other once."""
+    sent = [x.contiguous() for x in tensors]
+    received = tuple(x.new_empty(sum(incoming), *x.shape[1:]) for x in sent)
+    works = [
+        dist.all_to_all_single(into, x, incoming, outgoing, group=axis.group, async_op=True)
+        for into, x in zip(received, sent, strict=True)
+    ]
+    for work in works:
+        work.wait()
     return received
+
+
+class Permutation:
+    """Copies of rows, sorted by key: the tokens of one expert are neighbours, in the order of the tokens.
+
+    Made from the keys `[n, c]` of c copies of each of n rows; copies with the key `num_keys` are left out (none where
+    `complete`). `gather` and `combine` are transposed to each other, so each is the other's backward; neither adds into
+    memory by index, which has no fixed order on a GPU.
+    """
+
+    def __init__(self, keys: Tensor, num_keys: int, complete: bool = True) -> None:
+        flat = keys.reshape(-1)
+        ones = torch.ones_like(flat)
+        counts = torch.zeros(num_keys + 1, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, ones)
+        self.counts = counts[:num_keys]  # rows of each key
+        self.complete = complete
+        order = torch.argsort(flat, stable=True)
+        self._order = order if complete else order[: int(self.counts.sum())]
+        self._place = torch.full_like(flat, len(self._order))  # of each copy; this is none of them
+        self._place.scatter_(0, self._order, torch.arange(len(self._order), device=flat.device))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The sorted copies `[m, h]` of rows `[n, h]`; of `[n * c, h]`, one for each copy, the sorted rows."""
+        return _Gather.apply(rows, self, len(rows))
+
+    def combine(self, copies: Tensor, num_rows: int) -> Tensor:
+        """The sum over the copies of each of `num_rows` rows: `[m, h]` to `[n, h]`."""
+        return _Combine.apply(copies, self, num_rows)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        return rows.index_select(0, self._order // (len(self._place) // len(rows)))
+
+    def _summed(self, copies: Tensor, num_rows: int) -> Tensor:
+        if not self.complete:
+            copies = torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
+        of_rows = self._place.view(num_rows, -1)
+        if of_rows.shape[1] == 1:
+            return copies.index_select(0, self._place)
+        return F.embedding_bag(of_rows, copies, mode="sum")  # in fp32, and without `copies[place]`
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation, num_rows: int) -> Tensor:
+        ctx.permutation, ctx.num_rows = permutation, num_rows
+        return permutation._gathered(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.permutation._summed(grad, ctx.num_rows), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, permutation: Permutation, num_rows: int) -> Tensor:
+        ctx.permutation = permutation
+        return permutation._summed(copies, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.permutation._gathered(grad), None, None

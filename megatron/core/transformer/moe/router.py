@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and the losses that keep experts in use.
+"""Which experts a token goes to, with which weights, and what keeps experts in use: losses, and a bias.
 
 Megatron-LM's semantics (`moe_utils.py`, `router.py` of 0.16): Shazeer et al. 2017, Fedus et al. 2022 (auxiliary loss),
 Zoph et al. 2022 (z-loss), DeepSeek-AI 2024 (groups, expert bias, loss per sequence).
@@ -7,13 +7,14 @@ Zoph et al. 2022 (z-loss), DeepSeek-AI 2024 (groups, expert bias, loss per seque
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
@@ -26,6 +27,7 @@ LOSS_NAMES = {  # by --moe-router-load-balancing-type, as Megatron-LM logs them
     "global_aux_loss": "global_load_balancing_loss",
 }
 Z_LOSS = "z_loss"
+LOAD = "load"  # the largest load of an expert over the mean one
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class TopKRouter(MegatronModule):
         dtype = self.dtype or tokens.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)  # [t, experts]
+        if self.config.moe_router_force_load_balancing:
+            logits = logits + (torch.randn_like(logits) - logits.detach())  # with gradients all the same
         if self.config.by_sinkhorn:
             experts, probs = choose_by_sinkhorn(logits, self.config, self.training)
         else:
@@ -267,3 +271,47 @@ class _Attached(torch.autograd.Function):
         for name, coefficient, loss in zip(reports.names, reports.coefficients, losses, strict=True):
             reports.router.record(name, loss / coefficient)
         return grad, None, None, *(torch.ones_like(loss) * reports.scale for loss in losses)
+
+
+def routers(chunks: Iterable[nn.Module]) -> list[TopKRouter]:
+    """Of all layers with experts in these chunks, in order."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+@torch.no_grad()
+def finish_step(of_rank: Sequence[TopKRouter]) -> None:
+    """After the last backward pass of a step: the loads of all micro batches of all ranks, and by them the bias."""
+    if not of_rank:
+        return
+    axes = of_rank[0].axes
+    loads = torch.stack([router.recorded["tokens_per_expert"] for router in of_rank])
+    for axis in axes.everyone:
+        if axis.size > 1:
+            dist.all_reduce(loads, group=axis.group)
+    for router, load in zip(of_rank, loads.float(), strict=True):
+        router.recorded["tokens_per_expert"] = load
+        if router.expert_bias is not None:
+            router.expert_bias.add_(torch.sign(load.mean() - load), alpha=router.config.moe_router_bias_update_rate)
+
+
+def measured(config: TransformerConfig) -> list[str]:
+    """The names of what `measurements` has, in its order."""
+    losses = [LOSS_NAMES[kind] for kind in config.load_balancing] + ([Z_LOSS] if config.moe_z_loss_coeff else [])
+    return [*losses, LOAD]
+
+
+def measurements(
+    config: TransformerConfig, of_rank: Sequence[TopKRouter], num_microbatches: int, device: torch.device
+) -> Tensor:
+    """This rank's share of the losses of each layer, `[measured, layers]` in fp64: a sum over the world, divided by the
+    number of data-parallel ranks, gives them. After `finish_step`."""
+    names = measured(config)
+    values = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
+    for router in of_rank:
+        for row, name in enumerate(names):
+            if name == LOAD:
+                load = router.recorded["tokens_per_expert"]
+                values[row, router.layer_number] = load.max() / load.mean().clamp(min=1e-9) / router.axes.token_ranks
+            else:
+                values[row, router.layer_number] = router.recorded[name] / num_microbatches
+    return values

@@ -17,9 +17,8 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
-from megatron.core.transformer.moe.balancing import finish_step, routers
-from megatron.core.transformer.moe.permutation import Permutation
-from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, sinkhorn
+from megatron.core.transformer.moe.dispatcher import Permutation
+from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.compare import assert_same
@@ -237,9 +236,9 @@ def test_the_expert_bias_follows_the_load():
     torch.testing.assert_close(router.expert_bias, torch.tensor([0.299, 0.201, 0.101, 0.001]))
 
 
-def biases_after_steps(rank, world_size, ddp, **optimizer):
+def biases_after_steps(rank, world_size, ddp, sizes, **optimizer):
     """Of experts, after steps with gradients that each rank makes from (name, step)."""
-    parallel = ParallelConfig(expert_model_parallel_size=world_size)
+    parallel = ParallelConfig(**sizes)
     ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
     model = GPTModel(config_of(add_bias_linear=True), experts=ps.expert_axes)
     model.initialize(seed=5)
@@ -260,20 +259,25 @@ def biases_after_steps(rank, world_size, ddp, **optimizer):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_biases_of_experts_are_no_matrices(pool, world_size, sharded):
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "shapes"),
+    [
+        (1, {}, {(4, 64), (4, 16)}),
+        (2, {"expert_model_parallel_size": 2}, {(2, 64), (2, 16)}),
+        (2, {"expert_tensor_parallel_size": 2}, {(4, 32), (4, 16)}),
+    ],
+    ids=["one", "ep2", "etp2"],
+)
+def test_biases_of_experts_are_no_matrices(pool, world_size, sizes, shapes, sharded):
     """They are `[experts, n]`, and have no weight decay; Muon leaves them to Adam."""
-    ddp = {"use_distributed_optimizer": sharded}
-    decayed, muon = (
-        pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.5, optimizer=rule), world_size)
-        for rule in ("adam", "muon")
-    )
-    plain = pool.run(partial(biases_after_steps, ddp=ddp, weight_decay=0.0), world_size)
-    for expected, *others in zip(plain, decayed, muon, strict=True):
-        assert {tuple(bias.shape) for bias in expected.values()} == {(4 // world_size, 64), (4 // world_size, 16)}
-        assert all((bias != 1.0).all() for bias in expected.values())
-        for other in others:
-            assert_same(other, expected)
+    after = partial(biases_after_steps, ddp={"use_distributed_optimizer": sharded}, sizes=sizes)
+    plain = pool.run(partial(after, weight_decay=0.0), world_size)
+    for rule in ("adam", "muon"):
+        decayed = pool.run(partial(after, weight_decay=0.5, optimizer=rule), world_size)
+        for expected, got in zip(plain, decayed, strict=True):
+            assert {tuple(bias.shape) for bias in expected.values()} == shapes
+            assert all((bias != 1.0).all() for bias in expected.values())
+            assert_same(got, expected)
 
 
 def test_muon_is_told_of_the_matrices_alone():
@@ -282,6 +286,18 @@ def test_muon_is_told_of_the_matrices_alone():
     wanted = {param for name, param in params.items() if name.endswith("linear_fc1.weight")}
     layouts = matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
     assert layouts.keys() == wanted
+
+
+def test_a_choice_at_random_uses_all_experts():
+    """--moe-router-force-load-balancing: whatever the weights say, which have gradients all the same."""
+    config = config_of(moe_router_topk=2, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.0)
+    router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
+    router.initialize(seed=1)
+    router.weight.data[0].fill_(10.0)
+    routing = router(torch.ones(2000, 16), 2)
+    assert (routing.experts.flatten().bincount(minlength=4) / 1000 - 1).abs().max() < 0.15
+    routing.probs[:, 0].sum().backward()
+    assert (router.weight.grad.abs() > 0).all()
 
 
 MICROBATCHES, TOKENS = 3, 24

@@ -1,7 +1,5 @@
 """Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
 
-import typing
-
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,9 +11,7 @@ from tests.flag_sets import outcome, read
 
 SETS = read(GOLDEN / "flag_sets/flag_sets.jsonl")
 FIELDS = {
-    field.name: (field, flag_type(field, typing.get_type_hints(section)))
-    for _, section in SECTIONS.values()
-    for field in flag_fields(section)
+    field.name: (field, flag_type(field, section)) for _, section in SECTIONS.values() for field in flag_fields(section)
 }
 BOOLEANS = [field for field, hint in FIELDS.values() if hint is bool]
 
@@ -40,7 +36,9 @@ def test_the_first_flags_that_every_user_types():
 
 
 def test_tokens_reach_the_same_experts_by_any_dispatcher():
-    line = flag_parser().parse("--moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 24".split())
+    line = flag_parser().parse(
+        ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
+    )
     assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
     assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
 

@@ -153,8 +153,8 @@ def test_nothing_leaks_over_200_saves(tmp_path):
 
 
 def test_closing_ends_the_threads(tmp_path):
-    before = threading.active_count()
+    before = set(threading.enumerate())  # some may be those of other tests, and end meanwhile
     for _ in range(3):
         with AsyncSaver(workers=3) as saver:
             saver.save(Training(0, 10).state(), tmp_path / "c", common={})
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
