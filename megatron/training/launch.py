@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from megatron.core.distributed.distributed_data_parallel import outermost_layers
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
+from megatron.core.transformer import placement
+from megatron.core.transformer.attention import core as core_attention
 from megatron.training.config.options import DistributedConfig
 
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has failed
@@ -256,6 +259,14 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
     return store
 
 
+# Where attention calls what exchanges between ranks, and overlaps that with its kernels.
+_EXCHANGES = (
+    (core_attention, "blockwise_attention"),
+    (placement, "exchange_sequence_for_heads"),
+    (placement, "exchange_heads_for_sequence"),
+)
+
+
 def compile_layers(chunk: MegatronModule) -> None:
     """Compile what lies between the linear layers: norms, rotation, attention, activation, residual sums.
 
@@ -263,13 +274,20 @@ def compile_layers(chunk: MegatronModule) -> None:
     library calls in any case, and they add to gradient buffers and overlap with collectives. Modules, hooks and keys
     stay the same.
     """
+    for owner, name in _EXCHANGES:
+        _leave_uncompiled(owner, name)
     for layer in outermost_layers(chunk):
         for kind in {type(m) for m in layer.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)}:
             # Of the class: torch before 2.8 compiles anew for every module that has a function of its own.
-            if not hasattr(kind.project, "_torchdynamo_disable"):
-                kind.project = torch.compiler.disable(kind.project)  # type: ignore[method-assign]
+            _leave_uncompiled(kind, "project")
         # dropout draws the numbers that it draws without compilation
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
+
+
+def _leave_uncompiled(owner: Any, name: str) -> None:
+    """Only here: `torch.compiler.disable` imports the compiler, which takes as long as torch itself."""
+    if not hasattr(getattr(owner, name), "_torchdynamo_disable"):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def check_compiler(device: torch.device) -> None:

@@ -19,6 +19,8 @@ RUNS = {
     "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
     "pipeline": (2, LLAMA + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "),
     "data parallel": (2, LLAMA + DISTRIBUTED_OPTIMIZER),
+    "context parallel, ring": (2, LLAMA + "--context-parallel-size 2 "),
+    "context parallel, heads": (2, LLAMA + "--context-parallel-size 2 --cp-comm-type a2a "),
 }
 
 

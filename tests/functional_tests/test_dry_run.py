@@ -5,6 +5,8 @@ import shlex
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
 from tests.training_harness import COMMON
 
@@ -37,6 +39,27 @@ def test_everything_that_is_wrong(tmp_path):
     result = dry_run("--train-iters 4 --fp16 --bf16 --zzz")
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 3 and "unknown flag --zzz" in result.stderr
+
+
+PROGRAM = """
+import sys, pretrain_gpt
+pretrain_gpt.main()
+print("COMPILER" if "torch._dynamo" in sys.modules else "NO COMPILER")
+"""
+
+
+@pytest.mark.parametrize("ways", ["p2p", "a2a", "all_gather"])
+def test_training_imports_no_compiler_without_compile(tmp_path, ways):
+    """It takes as long as torch itself; what it must leave alone is marked by --compile."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    flags = f"--mock-data --train-iters 1 --lr-warmup-iters 0 --context-parallel-size 2 --cp-comm-type {ways}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    result = subprocess.run(
+        [*torchrun, *shlex.split(f"{COMMON} {flags} --device cpu --reset-attention-mask")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.stdout.count("NO COMPILER") == 2, result.stdout + result.stderr
 
 
 def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():

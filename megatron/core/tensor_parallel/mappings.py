@@ -167,13 +167,11 @@ def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     return _conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here
 def exchange_sequence_for_heads(tensor: Tensor, cp: Axis) -> Tensor:
     """From some positions of all heads, `[s/cp, b, heads, ...]`, to all positions of some heads, rank by rank."""
     return _conjugate(tensor, cp, _to_heads, _to_sequence)
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here
 def exchange_heads_for_sequence(tensor: Tensor, cp: Axis) -> Tensor:
     """From all positions of some heads, `[s, b, heads/cp, ...]`, to some positions of all heads."""
     return _conjugate(tensor, cp, _to_sequence, _to_heads)

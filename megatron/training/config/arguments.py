@@ -17,7 +17,6 @@ import inspect
 import itertools
 import math
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -93,9 +92,8 @@ class FlagParser:
         self.sections = sections
         self.spellings: dict[str, Spelling] = {}
         for section in sections.values():
-            hints = typing.get_type_hints(section)
             for flag_field in flag_fields(section):
-                self.spellings |= _spellings(flag_field, flag_type(flag_field, hints))
+                self.spellings |= _spellings(flag_field, flag_type(flag_field, section))
         fields = {spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"}
         dests = {spelling.dest for spelling in self.spellings.values()}
         self.other_names = {
@@ -213,13 +211,18 @@ def field_docs(section: type) -> dict[str, str]:
     """Field name -> the docstring under it, read from the source of the class and of those it extends."""
     docs = {}
     for part in filter(dataclasses.is_dataclass, section.__mro__):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
-        assert isinstance(tree.body[0], ast.ClassDef)
-        for statement, following in itertools.pairwise(tree.body[0].body):
+        for statement, following in itertools.pairwise(_classes(part.__module__)[part.__qualname__].body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
                 docs[statement.target.id] = ast.literal_eval(following.value)
     return docs
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Of a whole module at once: `inspect.getsource` would parse it again for each."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
 
 
 def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
@@ -270,7 +273,7 @@ def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:
     text = field_docs(section)[field.name].replace("%", "%%")
-    hint = flag_type(field, typing.get_type_hints(section))
+    hint = flag_type(field, section)
     name, *others = option_names(field)
     options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
@@ -288,14 +291,19 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.
     group.add_argument(name, help=text + "".join(f" Also {other}." for other in others), **options)
 
 
-def flag_type(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
+def flag_type(field: dataclasses.Field[Any], section: type) -> Any:
     """The type of a field's value when the flag is given; text where the field parses it itself."""
-    hint = hints[field.name]
+    hint = _hints(section)[field.name]
     if field.metadata["parse"]:
         return str
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     return hint
+
+
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def _word(hint: Any) -> tuple[Callable[[str], Any], str]:

@@ -21,7 +21,6 @@ from megatron.core.transformer.attention.kernels import Block, Scoring, attend, 
 from megatron.core.transformer.attention.mask import AttentionMask
 
 
-@torch._disable_dynamo  # torch.compiler.disable without importing the compiler, which takes as long as torch itself
 def blockwise_attention(
     query: Tensor,
     key: Tensor,

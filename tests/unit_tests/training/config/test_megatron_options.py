@@ -1,7 +1,5 @@
 """Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
 
-import typing
-
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,9 +11,7 @@ from tests.flag_sets import outcome, read
 
 SETS = read(GOLDEN / "flag_sets/flag_sets.jsonl")
 FIELDS = {
-    field.name: (field, flag_type(field, typing.get_type_hints(section)))
-    for _, section in SECTIONS.values()
-    for field in flag_fields(section)
+    field.name: (field, flag_type(field, section)) for _, section in SECTIONS.values() for field in flag_fields(section)
 }
 BOOLEANS = [field for field, hint in FIELDS.values() if hint is bool]
 
