@@ -40,7 +40,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
 from megatron.core.dist_checkpointing.boxes import cut_rows
-from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
@@ -77,7 +77,7 @@ def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, h
 def open_found(found: Found, hints: Hints | None = None) -> Source:
     """A checkpoint that was found, perhaps by another process."""
     hints = hints or Hints()
-    if hints.verify and not (found.directory / CHECKSUMS).is_file():
+    if hints.verify and find_checksums(found.directory) is None:
         raise ValueError(
             f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: drop the flag, "
             "or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"

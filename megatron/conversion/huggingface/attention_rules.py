@@ -12,15 +12,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _TEXT = text(256)
 
 
-def query_groups(default: int | None) -> Rule:
-    """Null means one key/value head per query head; `default` is what a missing field means."""
+def heads(groups: int | None, width: int | None = None, always: bool = True) -> Rule:
+    """Null means a key/value head per query head, and hidden_size / heads as their width; a missing field `groups` and
+    `width`. `always` writes the implied width, too.
+    """
 
     def read(hf: Json, args: Json) -> Json:
-        heads = args["num_attention_heads"]
-        groups = args.get("num_query_groups") or hf.get("num_key_value_heads", default) or heads
-        return {"num_query_groups": groups, "group_query_attention": groups != heads}
+        count, found = args["num_attention_heads"], hf.get("head_dim", width)
+        shared = args.get("num_query_groups") or hf.get("num_key_value_heads", groups) or count
+        result = {"num_query_groups": shared, "group_query_attention": shared != count}
+        return result if found is None else result | {"kv_channels": found}
 
-    return Rule({"num_key_value_heads": SIZE}, read, lambda config: {"num_key_value_heads": config.query_groups})
+    def write(config: TransformerConfig) -> Json:
+        is_implied = config.head_dim * config.num_attention_heads == config.hidden_size
+        own = {} if is_implied and not always else {"head_dim": config.head_dim}
+        return {"num_key_value_heads": config.query_groups} | own
+
+    return Rule({"num_key_value_heads": SIZE, "head_dim": SIZE}, read, write)
 
 
 def _read_no_groups(hf: Json, args: Json) -> Json:
@@ -33,20 +41,6 @@ def _read_no_groups(hf: Json, args: Json) -> Json:
 NO_GROUPS = Rule(
     {"num_key_value_heads": SIZE}, _read_no_groups, lambda config: {"num_key_value_heads": config.num_attention_heads}
 )
-
-
-def head_dim(default: int | None = None, always: bool = True) -> Rule:
-    """Null means hidden_size / heads, a missing field `default`; `always` writes the implied value too."""
-
-    def read(hf: Json, args: Json) -> Json:
-        value = hf.get("head_dim", default)
-        return {} if value is None else {"kv_channels": value}
-
-    def write(config: TransformerConfig) -> Json:
-        is_implied = config.head_dim * config.num_attention_heads == config.hidden_size
-        return {} if is_implied and not always else {"head_dim": config.head_dim}
-
-    return Rule({"head_dim": SIZE}, read, write)
 
 
 _LLAMA3 = {  # field of the scaling dictionary -> argument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.conversion.huggingface.config_json import Json, Rule, unsupported
@@ -48,6 +49,11 @@ def fixed(field: str, *values: Any, written: bool = False) -> Rule:
         return {}
 
     return Rule({field: anything}, read, lambda config: {field: values[0]} if written else {})
+
+
+def always(**fields: Any) -> list[Rule]:
+    """Fields of one meaning that are written."""
+    return [fixed(field, value, written=True) for field, value in fields.items()]
 
 
 def implied(**arguments: Any) -> Rule:
@@ -120,22 +126,28 @@ EXPERT_LAYERS = Rule(
 )
 
 
-def _read_deepseek_experts(hf: Json, args: Json) -> Json:
-    """Dense layers come first; groups are ranked by their two best scores; experts are shared in multiples of one.
+def _deepseek_experts(usual: Json, best: int, grouped: Callable[[Json], bool]) -> Rule:
+    """Dense layers come first; groups are ranked by their `best` best scores; experts are shared in multiples of one.
 
-    Null is none of them, and no default.
+    `usual` is what missing fields mean; null is none. `grouped` says whether the experts come from few of the groups.
     """
-    dense, groups, layers = hf.get("first_k_dense_replace", 3) or 0, hf.get("n_group", 8) or 1, args["num_layers"]
-    if dense > layers:
-        raise unsupported("first_k_dense_replace", dense, f"at most num_hidden_layers = {layers} is")
-    return {
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": hf.get("topk_group", 4) if groups > 1 else None,
-        "moe_router_group_score_topk": 2 if groups > 1 else None,
-        "moe_shared_expert_intermediate_size": (hf.get("n_shared_experts", 1) or 0) * args["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 2.5) or 1.0),
-    }
+
+    def read(hf: Json, args: Json) -> Json:
+        told, layers, width = usual | hf, args["num_layers"], args["moe_ffn_hidden_size"]
+        first = told["first_k_dense_replace"] or 0
+        if first > layers:
+            raise unsupported("first_k_dense_replace", first, f"at most num_hidden_layers = {layers} is")
+        groups, taken = (told["n_group"], told["topk_group"]) if grouped(told) else (None, None)
+        return {
+            "moe_layer_freq": [0] * first + [1] * (layers - first) if first else 1,
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": taken,
+            "moe_router_group_score_topk": best if groups else None,
+            "moe_shared_expert_intermediate_size": (told["n_shared_experts"] or 0) * width,
+            "moe_router_topk_scaling_factor": float(told["routed_scaling_factor"] or 1.0),
+        }
+
+    return Rule(dict.fromkeys(usual, SIZE) | {"routed_scaling_factor": number()}, read, _write_deepseek_experts)
 
 
 def _write_deepseek_experts(config: TransformerConfig) -> Json:
@@ -148,12 +160,30 @@ def _write_deepseek_experts(config: TransformerConfig) -> Json:
     }
 
 
-DEEPSEEK_EXPERTS = Rule(
-    dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts"), SIZE)
-    | {"routed_scaling_factor": number()},
-    _read_deepseek_experts,
-    _write_deepseek_experts,
+_METHODS = ("greedy", "group_limited_greedy")  # of DeepSeek-V2
+
+
+def _has_groups(hf: Json) -> bool:
+    return (hf["n_group"] or 1) > 1
+
+
+def _read_method(hf: Json, args: Json) -> Json:
+    if hf.get("topk_method") not in (None, *_METHODS):
+        raise unsupported("topk_method", hf["topk_method"], f"{' and '.join(_METHODS)} are")
+    return {}
+
+
+_USUAL = ("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
+DEEPSEEK_V2_EXPERTS = (
+    Rule({"topk_method": _TEXT}, _read_method, lambda c: {"topk_method": _METHODS[bool(c.moe_router_num_groups)]}),
+    # The method decides, whatever the number of groups.
+    _deepseek_experts(
+        dict(zip(_USUAL, (0, None, None, 2, 1.0), strict=True)),
+        1,
+        lambda hf: hf.get("topk_method") == _METHODS[1] and _has_groups(hf),
+    ),
 )
+DEEPSEEK_V3_EXPERTS = (_deepseek_experts(dict(zip(_USUAL, (3, 8, 4, 1, 2.5), strict=True)), 2, _has_groups),)
 
 
 def _read_precision(hf: Json, args: Json) -> Json:

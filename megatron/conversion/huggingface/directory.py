@@ -21,7 +21,14 @@ from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.families import choose_family, family_of
 from megatron.conversion.huggingface.parameters import StoredParameter
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
-from megatron.conversion.huggingface.weight_files import Outgoing, SafetensorsFile, open_weights, write_weight_files
+from megatron.conversion.huggingface.weight_files import (
+    Outgoing,
+    SafetensorsFile,
+    dequantized,
+    open_weights,
+    scaled_blocks,
+    write_weight_files,
+)
 from megatron.conversion.model_space.model import (
     WORD_EMBEDDINGS,
     check_optimizer_complete,
@@ -56,6 +63,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig, mode
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar
+_QUANTIZATION = "quantization_config"
 _TUPLES = ("window_size", "betas")  # JSON has lists only
 
 _SCHEMA = schema.record({"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
@@ -149,11 +157,15 @@ class HuggingFaceSource:
         hf = schema.read_json(directory / "config.json")
         try:
             family = family_of(hf)
-            self.args = family.read_config(hf, given, ignored_fields)
+            self.args = family.read_config(hf, given, (*ignored_fields, _QUANTIZATION))
+            quantization = None if _QUANTIZATION in ignored_fields else hf.get(_QUANTIZATION)
+            block = None if quantization is None else scaled_blocks(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         self._files = open_weights(directory)
+        if block is not None:
+            self._files = dequantized(self._files, block, config.params_dtype)
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
@@ -255,9 +267,10 @@ class HuggingFaceSource:
     def _check_shapes(self, part: StoredParameter) -> None:
         for name, wanted in zip(part.names, part.stored_shapes(), strict=True):
             found = self._info(name)
-            if not found.dtype.is_floating_point:
+            if not found.dtype.is_floating_point or found.dtype.itemsize == 1:
                 raise ValueError(
-                    f"{self._directory}: {self._stored(name)} has dtype {found.dtype}: weights must be floating point"
+                    f"{self._directory}: {self._stored(name)} has dtype {found.dtype}: weights must be floating point, "
+                    "of 16 bits or more unless quantization_config says where their scales are"
                 )
             if found.shape != wanted:
                 raise ValueError(

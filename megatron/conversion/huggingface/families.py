@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
     FULL_ATTENTION,
     NO_GROUPS,
@@ -14,8 +15,7 @@ from megatron.conversion.huggingface.attention_rules import (
     QWEN_WINDOW,
     TWO_ROPES,
     alternating_windows,
-    head_dim,
-    query_groups,
+    heads,
     rope,
     sliding_window,
     softcap,
@@ -24,9 +24,11 @@ from megatron.conversion.huggingface.config_json import Json, Rule, read_config,
 from megatron.conversion.huggingface.config_rules import (
     AUXILIARY_LOSS,
     COMMON_RULES,
-    DEEPSEEK_EXPERTS,
+    DEEPSEEK_V2_EXPERTS,
+    DEEPSEEK_V3_EXPERTS,
     EXPERT_LAYERS,
     GELU,
+    always,
     biases,
     copied,
     feed_forward,
@@ -34,21 +36,7 @@ from megatron.conversion.huggingface.config_rules import (
     implied,
     opposite,
 )
-from megatron.conversion.huggingface.parameters import (
-    BLOOM_ROWS,
-    DEEPSEEK_V3_ROWS,
-    GEMMA_ROWS,
-    GPT2_ROWS,
-    GPT_OSS_ROWS,
-    LLAMA_ROWS,
-    MIXTRAL_ROWS,
-    OLMO2_ROWS,
-    PHI3_ROWS,
-    QWEN3_ROWS,
-    Row,
-    StoredParameter,
-    stored_parameters,
-)
+from megatron.conversion.huggingface.parameters import Row, StoredParameter, stored_parameters
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
@@ -132,11 +120,10 @@ _LLAMA_RULES = (
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    LLAMA_ROWS,
+    rows.LLAMA_ROWS,
     (
         *_LLAMA_RULES,
-        query_groups(None),
-        head_dim(),
+        heads(None),
         biases("attention_bias", "mlp_bias"),
         FULL_ATTENTION,
         implied(qk_layernorm=False),
@@ -146,20 +133,19 @@ LLAMA = Family(
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    LLAMA_ROWS,
-    (*_LLAMA_RULES, query_groups(8), head_dim(), _NO_BIAS, sliding_window(4096), implied(qk_layernorm=False)),
+    rows.LLAMA_ROWS,
+    (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096), implied(qk_layernorm=False)),
 )
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    PHI3_ROWS,
+    rows.PHI3_ROWS,
     (
         *_GATED_RMS_RULES,
         copied("norm_epsilon", "rms_norm_eps", default=1e-5),
         rope(partial=True),
         copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.0, write_all=True),
-        query_groups(None),
-        head_dim(always=False),
+        heads(None, always=False),
         _NO_BIAS,
         sliding_window(None),
         implied(qk_layernorm=False),
@@ -169,11 +155,10 @@ PHI3 = Family(
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    LLAMA_ROWS,
+    rows.LLAMA_ROWS,
     (
         *_LLAMA_RULES,
-        query_groups(32),
-        head_dim(always=False),
+        heads(32, always=False),
         implied(add_bias_linear=False, add_qkv_bias=True, qk_layernorm=False),
         QWEN_WINDOW,
         fixed("use_mrope", False),
@@ -182,11 +167,10 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    QWEN3_ROWS,
+    rows.QWEN3_ROWS,
     (
         *_LLAMA_RULES,
-        query_groups(32),
-        head_dim(128),
+        heads(32, 128),
         biases("attention_bias"),
         QWEN_WINDOW,
         implied(qk_layernorm=True),
@@ -197,8 +181,7 @@ _OLMO_RULES = (
     copied("norm_epsilon", "rms_norm_eps", default=1e-5),
     rope(),
     implied(hidden_dropout=0.0),
-    query_groups(None),
-    head_dim(always=False),
+    heads(None, always=False),
     _NO_BIAS,
     fixed("attention_bias", False, written=True),
     implied(qk_layernorm=True, qk_layernorm_across_heads=True, window_size=None),
@@ -206,18 +189,16 @@ _OLMO_RULES = (
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    OLMO2_ROWS,
+    rows.OLMO2_ROWS,
     (*_OLMO_RULES, implied(norm_placement="post")),
 )
 _GEMMA_RULES = (
     *_SIZE_RULES,
     copied("norm_epsilon", "rms_norm_eps", default=1e-6),
     opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", True),
-    fixed("hidden_activation", "gelu_pytorch_tanh", written=True),
-    fixed("attention_bias", False, written=True),
+    *always(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
     fixed("use_bidirectional_attention", False),
-    query_groups(4),
-    head_dim(256),
+    heads(4, 256),
     _NO_BIAS,
     QUERY_SCALAR,
     implied(geglu=True, norm_placement="both", apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
@@ -226,7 +207,7 @@ _OF_GEMMA = ("cache_implementation", "hidden_act")
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
-    GEMMA_ROWS,
+    rows.GEMMA_ROWS,
     (
         *_GEMMA_RULES,
         rope(),
@@ -241,7 +222,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    GEMMA_ROWS,
+    rows.GEMMA_ROWS,
     (
         *_GEMMA_RULES,
         TWO_ROPES,
@@ -253,11 +234,17 @@ GEMMA3 = Family(
     whole_heads=True,
 )
 _GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-_EXPERT_RULES = (copied("moe_router_topk", "num_experts_per_tok"), AUXILIARY_LOSS)
+
+
+def _experts(count: Rule, width: str, **default: Any) -> tuple[Rule, ...]:
+    """`count` is the rule of their number, `width` the field of their inner width."""
+    chosen = copied("moe_router_topk", "num_experts_per_tok")
+    return chosen, AUXILIARY_LOSS, count, copied("moe_ffn_hidden_size", width, **default)
+
+
+_NUMBER = ("num_experts", "num_local_experts")
 _QWEN_EXPERT_RULES = (
-    *_EXPERT_RULES,
-    copied("num_experts", "num_experts", "num_local_experts", default=None),
-    copied("moe_ffn_hidden_size", "moe_intermediate_size", default=None),
+    *_experts(copied("num_experts", *_NUMBER, default=None), "moe_intermediate_size", default=None),
     # Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone.
     opposite("moe_router_pre_softmax", "norm_topk_prob", False),
     EXPERT_LAYERS,
@@ -265,14 +252,11 @@ _QWEN_EXPERT_RULES = (
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    MIXTRAL_ROWS,
+    rows.MIXTRAL_ROWS,
     (
         *_LLAMA_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_local_experts", default=None),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
-        query_groups(8),
-        head_dim(),
+        *_experts(copied("num_experts", "num_local_experts", default=None), "intermediate_size"),
+        heads(8),
         _NO_BIAS,
         sliding_window(None),
         implied(qk_layernorm=False),
@@ -282,7 +266,7 @@ MIXTRAL = Family(
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    LLAMA_ROWS,
+    rows.LLAMA_ROWS,
     (
         *QWEN2.rules,
         *_QWEN_EXPERT_RULES,
@@ -291,16 +275,14 @@ QWEN2_MOE = Family(
         fixed("qkv_bias", True),
     ),
 )
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", rows.QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    LLAMA_ROWS,
+    rows.LLAMA_ROWS,
     (
         *_OLMO_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_experts", "num_local_experts", default=64),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
+        *_experts(copied("num_experts", *_NUMBER, default=64), "intermediate_size"),
         opposite("moe_router_pre_softmax", "norm_topk_prob", False),
         fixed("clip_qkv", None),
     ),
@@ -308,17 +290,14 @@ OLMOE = Family(
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
-    GPT_OSS_ROWS,
+    rows.GPT_OSS_ROWS,
     (
         *_SIZE_RULES,
-        *_EXPERT_RULES,
-        copied("num_experts", "num_local_experts", "num_experts", default=128),
-        copied("moe_ffn_hidden_size", "intermediate_size"),
+        *_experts(copied("num_experts", *_NUMBER[::-1], default=128), "intermediate_size"),
         copied("norm_epsilon", "rms_norm_eps", default=1e-5),
         opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
         rope(150000.0, _GPT_OSS_SCALING),
-        query_groups(8),
-        head_dim(64),
+        heads(8, 64),
         alternating_windows(2, 128),
         copied("activation_func_clamp_value", "swiglu_limit", default=7.0),
         fixed("swiglu_alpha", 1.702),
@@ -329,46 +308,58 @@ GPT_OSS = Family(
     ),
     ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
 )
+_DEEPSEEK_RULES = (
+    *_GATED_RMS_RULES,
+    # The norms within attention have this epsilon whatever the field says.
+    fixed("rms_norm_eps", 1e-6, written=True),
+    implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
+    implied(qk_layernorm=True, window_size=None, moe_router_dtype="fp32"),
+    rope(),
+    NO_GROUPS,
+    QUERY_RANK,
+    copied("kv_lora_rank", "kv_lora_rank", default=512),
+    copied("qk_head_dim", "qk_nope_head_dim", default=128),
+    copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+    copied("v_head_dim", "v_head_dim", default=128),
+    fixed("moe_layer_freq", 1),
+)
+# Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
+_OF_DEEPSEEK = (
+    *("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux"),
+    *("ep_size", "auto_map"),
+)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (
+        *_DEEPSEEK_RULES,
+        copied("num_experts", "n_routed_experts", "num_local_experts", default=64),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
+        copied("moe_router_topk", "num_experts_per_tok"),
+        *DEEPSEEK_V2_EXPERTS,
+        *always(attention_bias=False, mlp_bias=False, norm_topk_prob=False),
+        fixed("scoring_func", "softmax"),
+        implied(moe_router_score_function="softmax", moe_router_pre_softmax=True),
+    ),
+    _OF_DEEPSEEK,
+)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    DEEPSEEK_V3_ROWS,
+    rows.DEEPSEEK_ROWS,
     (
-        *_GATED_RMS_RULES,
-        # The norms within attention have this epsilon whatever the field says.
-        fixed("rms_norm_eps", 1e-6, written=True),
-        implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
-        rope(),
-        NO_GROUPS,
-        QUERY_RANK,
-        copied("kv_lora_rank", "kv_lora_rank", default=512),
-        copied("qk_head_dim", "qk_nope_head_dim", default=128),
-        copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
-        copied("v_head_dim", "v_head_dim", default=128),
+        *_DEEPSEEK_RULES,
         copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
         copied("moe_router_topk", "num_experts_per_tok", default=8),
-        DEEPSEEK_EXPERTS,
-        fixed("attention_bias", False, written=True),
-        fixed("rope_interleave", True, written=True),
-        fixed("norm_topk_prob", True, written=True),
+        *DEEPSEEK_V3_EXPERTS,
+        *always(attention_bias=False, rope_interleave=True, norm_topk_prob=True),
         fixed("scoring_func", "sigmoid"),
         fixed("topk_method", "noaux_tc"),
-        fixed("moe_layer_freq", 1),
-        implied(qk_layernorm=True, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-        implied(moe_router_dtype="fp32", window_size=None),
+        implied(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
     ),
-    # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
-    (
-        "head_dim",
-        "qk_head_dim",
-        "num_nextn_predict_layers",
-        "num_mtp_layers",
-        "aux_loss_alpha",
-        "seq_aux",
-        "ep_size",
-        "auto_map",
-    ),
+    _OF_DEEPSEEK,
 )
 _LAYER_NORM_RULES: tuple[Rule, ...] = (
     copied("num_layers", "n_layer", "num_hidden_layers"),
@@ -380,7 +371,7 @@ _LAYER_NORM_RULES: tuple[Rule, ...] = (
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
-    GPT2_ROWS,
+    rows.GPT2_ROWS,
     (
         *_LAYER_NORM_RULES,
         copied("hidden_size", "n_embd", "hidden_size"),
@@ -389,17 +380,19 @@ GPT2 = Family(
         GELU,
         copied("attention_dropout", "attn_pdrop", default=0.1),
         copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.1, write_all=True),
-        fixed("scale_attn_weights", True, written=True),
-        fixed("scale_attn_by_inverse_layer_idx", False, written=True),
-        fixed("reorder_and_upcast_attn", False, written=True),
+        *always(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
         implied(position_embedding_type="learned_absolute", embedding_layernorm=False),
     ),
     layers="transformer.h.",
 )
+_OF_BLOOM = (
+    *("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion"),
+    *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
+)
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
-    BLOOM_ROWS,
+    rows.BLOOM_ROWS,
     (
         *_LAYER_NORM_RULES,
         copied("hidden_size", "hidden_size", "n_embed"),
@@ -411,20 +404,12 @@ BLOOM = Family(
         # Its GELU is the tanh approximation.
         implied(position_embedding_type="alibi", embedding_layernorm=True, bias_gelu_fusion=True),
     ),
-    (
-        "slow_but_exact",
-        "offset_alibi",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "skip_bias_add",
-        "skip_bias_add_qkv",
-    ),
+    _OF_BLOOM,
     layers="transformer.h.",
 )
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(GPT2, BLOOM),
 )
 

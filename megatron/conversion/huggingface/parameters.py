@@ -72,7 +72,7 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 }
 # Biases are in attention alone.
 QWEN3_ROWS = {key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()}
-DEEPSEEK_V3_ROWS = LLAMA_ROWS | {
+DEEPSEEK_ROWS = LLAMA_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
     "self_attention.linear_q_down_proj.": Row(("self_attn.q_a_proj.",)),

@@ -162,9 +162,66 @@ class TorchFile:
         return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
 
 
-TensorFile = SafetensorsFile | TorchFile
+class ScaledMatrix:
+    """A matrix of 8-bit floats with a scale for each block of it, seen as what is computed with: stored * scale.
+
+    (Source: DeepSeek-V3's files, whose scales are called `weight_scale_inv`.)
+    """
+
+    def __init__(
+        self, name: str, file: TensorFile, scales: TensorFile, block: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self._file, self._scales, self._block = file, scales, block
+        stored, scale = file.tensors[name], scales.tensors[name + SCALES]
+        wanted = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
+        if len(stored.shape) != 2 or scale.shape != wanted or scale.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{name} of shape {list(stored.shape)} has scales in {scale.dtype} of shape {list(scale.shape)}, but "
+                f"blocks of {list(block)} need floating-point numbers of shape {list(wanted)}"
+            )
+        self.tensors: dict[str, TensorInfo] = {name: TensorInfo(stored.shape, dtype)}
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        scales = self._scales.read(name + SCALES, (0, 0), self._scales.tensors[name + SCALES].shape).float()
+        rows, columns = (torch.arange(o, o + n) // size for o, n, size in zip(offset, shape, self._block, strict=True))
+        values = self._file.read(name, offset, shape).float() * scales[rows][:, columns]
+        return values.to(self.tensors[name].dtype)
+
+
+SCALES = "_scale_inv"
+_QUANTIZATION = schema.record(
+    {"quant_method": schema.text(256), "weight_block_size?": schema.sequence(schema.integer(1), 2, least=2)}
+)
+
+
+def scaled_blocks(quantization: Any) -> Sequence[int]:
+    """Rows and columns of a block with a scale, as `quantization_config` says; ValueError for other kinds."""
+    _QUANTIZATION(quantization, "config.json: quantization_config")
+    block = quantization.get("weight_block_size")
+    if quantization["quant_method"] != "fp8" or block is None:
+        raise ValueError(
+            f"config.json: quantization_config of {schema.shown(quantization['quant_method'])} is not supported, only "
+            "fp8 with weight_block_size is: load the model in transformers with dequantize=True in its quantization "
+            "config, save and convert that; or, if nothing is quantized, give --hf-ignore-fields quantization_config"
+        )
+    size: Sequence[int] = block
+    return size
+
+
+def dequantized(files: Mapping[str, TensorFile], block: Sequence[int], dtype: torch.dtype) -> dict[str, TensorFile]:
+    """`files` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
+    result = {name: file for name, file in files.items() if not name.endswith(SCALES)}
+    for name in [name for name in files if name.endswith(SCALES)]:
+        matrix = name.removesuffix(SCALES)
+        if matrix not in files:
+            raise ValueError(f"{name} is there, but not {matrix}, which it is for")
+        result[matrix] = ScaledMatrix(matrix, files[matrix], files[name], block, dtype)
+    return result
+
+
+TensorFile = SafetensorsFile | TorchFile | ScaledMatrix
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
-_KINDS = (("model.safetensors", SafetensorsFile), ("pytorch_model.bin", TorchFile))
+_KINDS: dict[str, Callable[[Path], TensorFile]] = {"model.safetensors": SafetensorsFile, "pytorch_model.bin": TorchFile}
 
 
 def open_weights(directory: Path) -> dict[str, TensorFile]:
@@ -172,7 +229,7 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
 
     Raises ValueError where a shard is missing, truncated, or lacks a tensor that the index promises.
     """
-    for name, kind in _KINDS:
+    for name, kind in _KINDS.items():
         index = directory / f"{name}.index.json"
         if index.exists():
             return _open_shards(directory, index, kind)
@@ -184,7 +241,7 @@ def open_weights(directory: Path) -> dict[str, TensorFile]:
     )
 
 
-def _open_shards(directory: Path, index: Path, kind: type[TensorFile]) -> dict[str, TensorFile]:
+def _open_shards(directory: Path, index: Path, kind: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
     weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
     paths = {name: schema.named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, path in paths.items() if not path.exists()]

@@ -9,12 +9,13 @@ import torch
 
 from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
 from megatron.conversion.formats import FORMATS as READABLE
-from megatron.conversion.formats import Options
+from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 
 FORMATS = list(WRITERS)
 LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
@@ -146,6 +147,15 @@ def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
     assert sorted(READABLE) == sorted(WRITERS)
+
+
+def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
+    first_checkpoint(tmp_path / "run")
+    with_older_checksums(tmp_path / "run" / "iter_0000007")
+    assert open_checkpoint(tmp_path / "run", hints=Hints(verify=True)).training.iteration == 7
+    (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
+    with pytest.raises(ValueError, match=r"--ckpt-verify: .* has no checksums.bin to compare it with"):
+        open_checkpoint(tmp_path / "run", hints=Hints(verify=True))
 
 
 def test_a_directory_of_another_format_than_told_is_named(tmp_path):

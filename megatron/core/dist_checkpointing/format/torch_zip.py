@@ -4,6 +4,9 @@ A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix
 dtype and shape alone. So a file can be laid out before any data exists, and the raw bytes of any row can be read back
 without touching the rest. Records of data carry no CRC (as `torch.serialization.set_crc32_options(False)`):
 `checksums.bin` protects them, and faster. Opening a checkpoint costs no memory.
+
+`zipfile` does not tell where the data of a record begin, so half of the reader would stay; opening took 1.07 times as
+long with it for a file of 400 tensors, and 1.24 times for `common.pt` (2026-11-22).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class HeldCheckpoint(NamedTuple):
 
 def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
     """On rank 0: what can be read, newest first; empty elsewhere. A collective."""
-    mine = {name: tier.held(name) for name in tier.names()} if tier.rank == tier.node else {}
+    mine = _held_here(tier) if tier.rank == tier.node else {}
 
     def merge(nodes: list[dict[str, dict[int, tuple[int, int]]]]) -> list[list[HeldCheckpoint]]:
         merged: dict[str, dict[int, tuple[int, list[int]]]] = defaultdict(dict)
@@ -92,6 +92,17 @@ def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
 def _in_time(work: dist.Work | None) -> None:
     assert work is not None
     work.wait(_PATIENCE)
+
+
+def _held_here(tier: LocalTier) -> dict[str, dict[int, tuple[int, int]]]:
+    """What cannot be read on this node may be on others: its ranks must not miss the collective for that."""
+    held: dict[str, dict[int, tuple[int, int]]] = {}
+    for name in tier.names():
+        try:
+            held[name] = tier.held(name)
+        except OSError as error:
+            logger.warning(f"local checkpoint {name} cannot be read: {error}", extra={"every_rank": True})
+    return held
 
 
 class _Kept(threading.local):

@@ -6,6 +6,7 @@ files are removed, and the next one may succeed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -163,7 +164,10 @@ class Conductor:
         return SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
 
     def _conduct(self, save: SaveHandle, hooks: Hooks) -> None:
-        """One save in the background: write, commit, agree on the outcome. On every rank."""
+        """One save in the background: write, commit, agree on the outcome. On every rank.
+
+        However it goes, `save.finish` is called: the training thread waits for that without a deadline.
+        """
         failure: BaseException | None = None
         try:
             if isinstance(save.snapshot, Exception):
@@ -174,13 +178,16 @@ class Conductor:
         except BaseException as error:
             failure = error
             if save.transfer is not None:
-                save.transfer.abort()
+                with contextlib.suppress(Exception):  # the first failure is the one that is told
+                    save.transfer.abort()
         try:
             outcome = self._agree(save, failure)
         except BaseException as error:  # contact with the others is lost, so this rank tells what it knows
             outcome = Outcome(_describe(failure or error))
-        save.pending.end(outcome)
-        save.finish(outcome)
+        try:
+            save.pending.end(outcome)
+        finally:
+            save.finish(outcome)
 
     def _write(self, save: SaveHandle, snapshot: Snapshot, hooks: Hooks) -> None:
         """Begin, wait until rank 0 has made the directory, write, and report that all of it is durable."""

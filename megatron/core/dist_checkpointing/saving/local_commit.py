@@ -211,7 +211,7 @@ class _Link:
                 dist.recv(answer, self.target, self._group, _ANSWER)
             except RuntimeError as error:
                 self._problem = first_line(error)
-        return self._problem or bytes(answer.numpy()).rstrip(b"\0").decode() or None
+        return self._problem or bytes(answer.numpy()).rstrip(b"\0").decode(errors="replace") or None
 
     def abort(self) -> None:
         if not self._over:

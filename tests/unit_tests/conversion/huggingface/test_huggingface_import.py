@@ -135,10 +135,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"with \['full_attention'\] is not understood"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\]"),
-        (
-            {"quantization_config": {"bits": 4}},
-            "not supported and may change what the model computes: quantization_config",
-        ),
+        ({"quantization_config": {"bits": 4}}, "quantization_config has no 'quant_method'"),
         ({"logit_scale": 0.1, "no_rope_layers": [1]}, "--hf-ignore-fields logit_scale no_rope_layers"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
@@ -227,3 +224,49 @@ def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         HuggingFaceSource(llama)
     assert not is_huggingface(tmp_path)
+
+
+def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
+    """As DeepSeek-V3's, from any box; blocks at the edges are smaller."""
+    write_huggingface(random_source(LLAMA_ARGS | {"bf16": True, "ffn_hidden_size": 40}, optimizer=False), tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    stored = dict(plain)
+    for name in [name for name in plain if name.endswith("_proj.weight")]:
+        rows, columns = plain[name].shape
+        scales = 0.01 + torch.rand(-(-rows // 16), -(-columns // 12))
+        spread = scales.repeat_interleave(16, 0).repeat_interleave(12, 1)[:rows, :columns]
+        stored[name] = (plain[name].float() / spread).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        plain[name] = (stored[name].float() * spread).bfloat16()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    quantized = {"quant_method": "fp8", "weight_block_size": [16, 12], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    edit_config(tmp_path, quantization_config=quantized)
+    source = HuggingFaceSource(tmp_path)
+    assert source.unused == [] and {info.dtype for info in source.tensors.values()} == {torch.bfloat16}
+    key, name = "decoder.layers.1.mlp.linear_fc2.weight", "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(read_whole(source, key), plain[name])
+    assert torch.equal(source.read(key, (7, 5), (20, 17)), plain[name][7:27, 5:22])
+
+
+@pytest.mark.parametrize(
+    ("change", "ignored", "reason"),
+    [
+        ({"quant_method": "mxfp4"}, (), "quantization_config of 'mxfp4' is not supported, only fp8 .* dequantize=True"),
+        ({"quant_method": "fp8"}, (), "only fp8 with weight_block_size is"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, (), r"weight_block_size\[0\] is 0, but must be"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [8, 16]},
+            (),
+            r"scales in torch\.float32 of shape \[3, 2\], .* \[6, 2\]",
+        ),
+        ("x", (), "quantization_config is 'x', but must be a dictionary"),
+        ({"quant_method": "fp8"}, ("quantization_config",), r"has dtype torch\.float8_e4m3fn: weights must be"),
+    ],
+)
+def test_other_quantized_weights_are_refused(change: Any, ignored: tuple[str, ...], reason: str, llama: Path) -> None:
+    """Without their scales they would be read as a different model."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(llama, **{name: torch.ones(48, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(3, 2)})
+    edit_config(llama, quantization_config=change)
+    with pytest.raises(ValueError, match=reason):
+        HuggingFaceSource(llama, ignored_fields=ignored)

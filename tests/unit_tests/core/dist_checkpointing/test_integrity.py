@@ -93,12 +93,19 @@ def write_older_checksums(checkpoint, body):
     (checkpoint / "checksums.json").write_bytes(line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
 
 
-def test_checksums_of_older_checkpoints_are_checked(checkpoint):
+def with_older_checksums(checkpoint):
+    """Gives a checkpoint the list of checksums that earlier releases wrote; returns its content."""
     sums = read_checksums(checkpoint)
     files = {name: {"size": size, "blocks": blocks.hex()} for name, (size, blocks) in sums.items()}
     body = {"algorithm": "xxh3_64", "block_size": BLOCK_SIZE, "files": files}
     (checkpoint / "checksums.bin").unlink()
     write_older_checksums(checkpoint, body)
+    return body
+
+
+def test_checksums_of_older_checkpoints_are_checked(checkpoint):
+    body = with_older_checksums(checkpoint)
+    files = body["files"]
     report = verify(checkpoint)
     assert report.ok and report.has_checksums and not report.notes, report
     assert verified_load(checkpoint) is None

@@ -113,6 +113,34 @@ def test_a_neighbour_without_room_costs_a_warning_and_a_rank_without_room_the_sa
         assert fifth == (None, None, [1, 5])
 
 
+def long_names(rank, size, root):
+    """What rank 1 answers is cut in the middle of a character, in one of these two at least."""
+    warnings = []
+    for number in (1, 2):
+        node = Node(rank, Path(root, "x" * number, "\N{EURO SIGN}" * 80, "\N{EURO SIGN}" * 80))
+        with files_up_to(1 << 20 if rank == 1 else resource.RLIM_INFINITY):
+            report = node.save(1)
+        warnings.append((report.error, report.warning))
+        node.close()
+    return warnings
+
+
+def test_a_long_reason_without_a_replica_is_a_warning(pool, tmp_path):
+    for error, warning in pool.run(long_names, 2, str(tmp_path))[0]:
+        assert error is None and "no replica on rank 1: [Errno 27] File too large" in warning
+
+
+def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
+    tier = LocalTier.create(tmp_path)
+    nodes = LocalSaver(tier, Generation(tmp_path, 1, ""), None)
+    state, pending = {"w": ShardedTensor.replicated("w", torch.ones(3))}, partial(nodes.checkpoint, 1)
+    with AsyncSaver() as saver:
+        assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
+    (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
+    (found,) = find_held(tier)
+    assert found.order == (1, 1) and "iter_0000000-0000001.stray cannot be read" in caplog.text
+
+
 def damaged_on_the_way(rank, size, root):
     node, send = Node(rank, root), dist.send
     if rank == 0:

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedTensor, save
+from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedObject, ShardedTensor, save
 from megatron.core.dist_checkpointing.planning import save_plan
 from megatron.core.dist_checkpointing.saving import shard_file
+from tests.processes import wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 
 
@@ -61,6 +62,42 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]
     assert_holds(tmp_path / "good", 0)
     assert_holds(tmp_path / "next", 0)
+
+
+def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
+    """As a network file system without room: it must not take the thread that the training thread waits for."""
+    training, really_close = Training(0), os.close
+
+    def close(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        really_close(descriptor)
+        if name.endswith(".distcp"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    saver = AsyncSaver()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Fault(monkeypatch, "pwrite", errno.ENOSPC, after=1)
+        monkeypatch.setattr(shard_file.os, "close", close)
+        report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(timeout=60)
+    assert os.strerror(errno.ENOSPC) in report.error and os.listdir(tmp_path) == []
+    saver.wait_staged()
+    assert saver.save(training.state(), tmp_path / "next", common=training.common).wait().error is None
+    saver.close()
+
+
+class Interrupts:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_objects_are_copied_ends_the_save(tmp_path):
+    training, saver = Training(0), AsyncSaver()
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(training.state() | {"x": ShardedObject("x", Interrupts())}, tmp_path / "bad", common=training.common)
+    wait_until(lambda: not saver.busy)
+    (report,) = saver.finish()
+    assert report.error == "interrupted" and os.listdir(tmp_path) == []
+    saver.close()
 
 
 def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
