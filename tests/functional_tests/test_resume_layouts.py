@@ -15,7 +15,8 @@ from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.compare import assert_same
 from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train, whole
 
-DATA = "--mock-data --train-iters 8 "
+SAVED = 3  # the iteration of a checkpoint, of five
+DATA = "--mock-data --train-iters 5 "
 SINGLE = {"single": (1, ""), **LAYOUTS}
 ROUNDING = 1e-5
 
@@ -33,9 +34,9 @@ def uninterrupted(pool):
     return {name: losses(pool.run(train, 1, DATA + flags)) for name, flags in MODELS.items()}
 
 
-def train_to_4(pool, model, layout, directory, more=""):
+def train_and_save(pool, model, layout, directory, more=""):
     world_size, flags = SINGLE[layout]
-    save = f"--exit-interval 4 --save {directory}"
+    save = f"--exit-interval {SAVED} --save {directory}"
     return pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} {save} {more}")
 
 
@@ -48,29 +49,29 @@ def load_and_stop(pool, model, layout, directory):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [name for name in SINGLE if name not in ("tp2", "dp2")])
 def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted, model, layout):
-    saved = train_to_4(pool, model, layout, tmp_path)
-    assert losses(saved)[-1] == pytest.approx(uninterrupted[model][3], rel=ROUNDING)
+    saved = train_and_save(pool, model, layout, tmp_path)
+    assert losses(saved)[-1] == pytest.approx(uninterrupted[model][SAVED - 1], rel=ROUNDING)
     loaded = load_and_stop(pool, model, "single", tmp_path)
     assert_same(whole(loaded), whole(saved))
-    assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (4, 32)
+    assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (SAVED, 8 * SAVED)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(pool, tmp_path, uninterrupted, model):
     """Every bit of the state is the same everywhere, so that one model is enough to see it go on."""
-    saved = whole(train_to_4(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
+    saved = whole(train_and_save(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
     for layout in SINGLE:
         world_size, flags = SINGLE[layout]
         assert_same(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         if model == "llama":
             resumed = pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}")
-            assert close(losses(resumed), uninterrupted[model][4:]), layout
+            assert close(losses(resumed), uninterrupted[model][SAVED:]), layout
 
 
 def test_a_save_holds_what_megatron_core_asks_for(pool, tmp_path):
     """An extra state of every module that has one, and the generators of each model-parallel rank in its form."""
-    train_to_4(pool, "llama", "tp2_pp2", tmp_path)
-    reader = Reader(tmp_path / "iter_0000004")
+    train_and_save(pool, "llama", "tp2_pp2", tmp_path)
+    reader = Reader(tmp_path / f"iter_{SAVED:07}")
     modules = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
     modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
     wanted = {f"decoder.layers.{layer}.{module}" for layer in range(4) for module in modules}
@@ -93,14 +94,15 @@ def test_resuming_at_the_same_layout_changes_no_bit(pool, tmp_path, layout, prec
     world_size, flags = SINGLE[layout]
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT} {precision} {flags}"
     straight = pool.run(train, world_size, flags)
-    first = pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 4")
+    first = pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     second = pool.run(train, world_size, f"{flags} --load {tmp_path}")
     assert losses(first) + losses(second) == losses(straight)
     assert_same(whole(second), whole(straight))
 
 
 def test_fp16_resumes_with_its_loss_scale(pool, tmp_path):
-    flags = f"{DATA} {MODELS['llama']} --fp16 --initial-loss-scale 4294967296 --loss-scale-window 2 --hysteresis 1"
+    scale = "--initial-loss-scale 4294967296 --loss-scale-window 2 --hysteresis 1"
+    flags = f"{DATA} {MODELS['llama']} --train-iters 8 --fp16 {scale}"
     straight = pool.run(train, 1, flags)
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
     second = pool.run(train, 1, f"{flags} --load {tmp_path}")
@@ -110,7 +112,7 @@ def test_fp16_resumes_with_its_loss_scale(pool, tmp_path):
 
 def test_bf16_checkpoint_reshards(pool, tmp_path):
     """bf16 weights and fp32 main parameters both."""
-    saved = whole(train_to_4(pool, "llama", "tp2_dp2", tmp_path, "--bf16"))
+    saved = whole(train_and_save(pool, "llama", "tp2_dp2", tmp_path, "--bf16"))
     assert saved["decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
     assert saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
     loaded = pool.run(train, 2, f"{DATA} {MODELS['llama']} --bf16 {LAYOUTS['pp2'][1]} --load {tmp_path} --skip-train")
@@ -119,7 +121,7 @@ def test_bf16_checkpoint_reshards(pool, tmp_path):
 
 def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tmp_path):
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT}"
-    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     first, second = (pool.run(train, 2, f"{flags} {LAYOUTS['tp2'][1]} --load {tmp_path}") for _ in range(2))
     assert losses(first) == losses(second)
     assert_same(whole(first), whole(second))
@@ -127,7 +129,7 @@ def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tm
 
 def test_finetune_takes_weights_only(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
-    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
+    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     tuned = pool.run(train, 1, f"{flags} --load {tmp_path} --finetune --skip-train")
     assert (tuned[0].iteration, tuned[0].consumed_train_samples, tuned[0].learning_rate) == (0, 0, 0.0)
     before, after = whole(saved), whole(tuned)
@@ -140,12 +142,12 @@ def test_finetune_takes_weights_only(pool, tmp_path):
 
 def test_no_load_optim_keeps_the_position(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
-    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4 --no-save-optim --no-save-rng")
-    assert all(is_extra_state(key) for key in Reader(tmp_path / "iter_0000004").metadata.objects)
+    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim --no-save-rng")
+    assert all(is_extra_state(key) for key in Reader(tmp_path / f"iter_{SAVED:07}").metadata.objects)
     with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
-    assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (4, 32)
+    assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (SAVED, 8 * SAVED)
     assert resumed[0].learning_rate == saved[0].learning_rate > 0
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     assert torch.equal(whole(resumed)[key], whole(saved)[key])
@@ -154,8 +156,8 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
 
 def test_use_checkpoint_args(pool, tmp_path):
     """Nothing of the model, its tokenizer or its schedule has to be typed again."""
-    saved = pool.run(train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval 4")
-    run = "--num-threads 1 --lr 1 --train-iters 8 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
+    saved = pool.run(train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}")
+    run = "--num-threads 1 --lr 1 --train-iters 5 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
     from_checkpoint = f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
     loaded = pool.run(train, 2, f"{from_checkpoint} --tensor-model-parallel-size 2", run)
     assert_same(whole(loaded), whole(saved))
@@ -211,7 +213,7 @@ def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
 
 def test_replicas_share_the_reading(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
-    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4"))
+    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}"))
     for layout in ("dp2", "tp2_dp2"):
         world_size, layout_flags = LAYOUTS[layout]
         load = f"--load {tmp_path} --skip-train --ckpt-fully-parallel-load --ckpt-verify"
@@ -220,8 +222,8 @@ def test_replicas_share_the_reading(pool, tmp_path):
 
 def test_damage_is_found_where_it_is_read(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
-    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4")
-    shard = tmp_path / "iter_0000004/__0_0.distcp"
+    pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
+    shard = tmp_path / f"iter_{SAVED:07}/__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
@@ -232,12 +234,12 @@ def test_damage_is_found_where_it_is_read(pool, tmp_path):
 def test_missing_keys_are_an_error_unless_the_user_says_otherwise(pool, tmp_path):
     """A model without biases becomes one with: the checkpoint does not say that it lacks them."""
     flags = f"{DATA} {MODELS['gpt2']}"
-    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval 4 --no-save-optim"))
-    common = tmp_path / "iter_0000004/common.pt"
+    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim"))
+    common = tmp_path / f"iter_{SAVED:07}/common.pt"
     state = torch.load(common, weights_only=False)
     del state["args"].qk_layernorm
     torch.save(state, common)
-    (tmp_path / "iter_0000004/checksums.bin").unlink()  # it knows what we have just changed
+    (tmp_path / f"iter_{SAVED:07}/checksums.bin").unlink()  # it knows what we have just changed
     load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
     with pytest.raises(ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
         pool.run(train, 1, load)
