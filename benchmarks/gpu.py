@@ -1,4 +1,4 @@
-"""What is to be run on a GPU: the tests, training speed beside transformers, checkpoints behind training, experts.
+"""What is to be run on a GPU: doubts, tests, training speed beside transformers, saves behind training, experts.
 
     python benchmarks/gpu.py                          # all of it, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
@@ -10,6 +10,8 @@ docs/gpu_results.md with date, GPU, torch version and commit.
 
 import argparse
 import importlib.util
+import json
+import os
 import re
 import shutil
 import statistics
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +29,13 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.core.parallel_state import Axis  # noqa: E402
 from megatron.core.progress import Progress  # noqa: E402
+from megatron.core.tensor_parallel import TensorParallelRng, linear_cross_entropy  # noqa: E402
+from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
 from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
+from megatron.core.transformer.placement import Placement  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
 from megatron.training.planning.costs import model_flops_per_token  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402
@@ -242,7 +250,109 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     return [f"profile: {name}, one step", *(f"  {row}" for row in rows[:20])]
 
 
-PARTS = {"tests": tests, "training": training, "checkpoint": checkpoint, "experts": experts, "profile": profile}
+def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+    """What reading the code made doubtful: kernels really taken, waits for the device, the devices that are chosen."""
+    lines = ["suspicions:", *_masked_attention(options), *_loss_of_a_large_vocabulary(options)]
+    return [*lines, *_waits_of_a_save(*next(iter(models.items())), options), *_devices_of_a_node(options)]
+
+
+def _launched(function: Callable[[], object], device: str) -> Counter[str]:
+    """How often each kernel ran, on a CPU each operator."""
+    function()
+    with torch.profiler.profile() as trace:
+        function()
+    on_device = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    return Counter(event.name for event in trace.events() if event.device_type == on_device)
+
+
+def _masked_attention(options: argparse.Namespace) -> list[str]:
+    """Fewer key heads than query heads under a window: torch must not fall back to products that keep all scores."""
+    heads, length = (4, 64) if options.smoke else (32, 4096)
+    config = TransformerConfig(
+        1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
+        window_size=(length // 4, 0), bf16=True,
+    )  # fmt: skip
+    core = CoreAttention(config, Placement(Axis(), TensorParallelRng(0, 0)), window=config.window_size)
+    shapes = ((length, 1, heads // 4, 4, 128), *[(length, 1, heads // 4, 1, 128)] * 2)
+    inputs = [torch.randn(shape, device=options.device).bfloat16() for shape in shapes]
+    before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+    kernels = _launched(lambda: core(*inputs, None), options.device)
+    peak = torch.cuda.max_memory_allocated() - before if options.device == "cuda" else 0
+    scores, most = heads * length**2 * 2, ", ".join(name[:60] for name, _ in kernels.most_common(4))
+    return [f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"]
+
+
+def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
+    """Chunks of the fused loss that suit a CPU would be hundreds of kernels."""
+    tokens, hidden, vocab = (64, 32, 1000) if options.smoke else (4096, 4096, 128_000)
+    weight, states = (
+        torch.randn(shape, device=options.device).bfloat16().requires_grad_()
+        for shape in ((vocab, hidden), (tokens, 1, hidden))
+    )
+    labels = torch.zeros(tokens, 1, dtype=torch.long, device=options.device)
+
+    def step() -> None:
+        linear_cross_entropy(states, weight, labels, vocab_size=vocab, tp=Axis()).mean().backward()
+
+    count, time_ms = _launched(step, options.device).total(), 1e3 * best_time(step, options.device)
+    return [f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward and backward"]
+
+
+def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> list[str]:
+    """Calls that wait for the device, in two iterations behind an asynchronous save and in two without one."""
+    lines = []
+    with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+        for what, saving in {
+            "a save": ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"],
+            "none": [],
+        }.items():
+            traces = Path(directory) / what.replace(" ", "_")
+            window = ["--profile", "--profile-step-start", "4", "--profile-step-end", "6", "--profile-dir", str(traces)]
+            run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *saving, *window])
+            events = json.loads(next(traces.glob("*.json")).read_text())["traceEvents"]
+            waits = Counter(event["name"] for event in events if "Synchronize" in event.get("name", ""))
+            lines.append(f"  {name}, two iterations behind {what}: waits for the device: {dict(waits) or 'none'}")
+    return lines
+
+
+def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
+    """The device of local rank 1 that sees one device alone (as `srun --gpus-per-task=1` starts it)."""
+    code = "from megatron.training import launch; from megatron.training.config.options import DistributedConfig"
+    code += f"; print(launch.choose_device(DistributedConfig(device={options.device!r})))"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    lines = [f"  local rank 1 that sees one device: {result.stdout.strip()}"]
+    if torch.cuda.device_count() < 2:
+        return [*lines, "  contexts of background threads on the first device: needs two GPUs, not run"]
+    return [*lines, *_contexts(options)]
+
+
+def _contexts(options: argparse.Namespace) -> list[str]:
+    """Processes on each GPU while two ranks save in the background: one, unless a thread opened another context."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    asked, most = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"], Counter[str]()
+    with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+        saving = ["--save", directory, "--save-interval", "5", "--async-save", "--global-batch-size", "4"]
+        words = [sys.executable, *launcher, *SMALL["small"].ours(200), *saving]
+        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training_run:
+            while training_run.poll() is None:
+                rows = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")
+                now = Counter(row.split(",")[0] for row in set(rows) if row)
+                most |= now
+                time.sleep(0.5)
+    return [
+        f"  processes on a GPU while two ranks train and save: at most {max(most.values(), default=0)} (1 is right)"
+    ]
+
+
+PARTS = {
+    "suspicions": suspicions,
+    "tests": tests,
+    "training": training,
+    "checkpoint": checkpoint,
+    "experts": experts,
+    "profile": profile,
+}
 
 
 def main() -> None:

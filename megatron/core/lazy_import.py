@@ -8,7 +8,9 @@ else:
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,9 +31,11 @@ def lazy_module(name: str) -> Any:
     return _LazyModule(name)
 
 
-def lazy_names(package: str, homes: dict[str, str]) -> tuple[Any, list[str]]:
-    """`__getattr__` and `__all__` of a package whose names lie in its modules: `homes` has those of each, by module."""
-    home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+def lazy_names(package: str, file: str) -> tuple[Any, list[str]]:
+    """`__getattr__` and `__all__` of a package: what its `file` imports for type checkers, in the first `if`."""
+    block = next(node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    home = {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
         if name not in home:

@@ -23,4 +23,6 @@ def test_all_parts():
     assert re.search(r"peak memory [\d.]+ GB, of tensors as planned 0\.0\d+ GB", text)
     assert re.search(r"every 10 iterations, 4 saves", text) and len(re.findall(r"blocking per save: \d+ ms", text)) == 3
     assert re.search(r"\d+/\d+ tests collected", text)
+    assert "local rank 1 that sees one device: cpu" in text and text.count("waits for the device: none") == 2
+    assert re.search(r"windowed attention: .*aten::", text) and re.search(r"loss over 1000 words, .*\d kernels", text)
     assert re.search(r"grouped +[\d.]+ ms", text) and "aten::mm" in text

@@ -35,26 +35,5 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, save, staging_for_waiting
     from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
 else:
-    # Imported when a name is first used: half of the package needs no torch.
-    __getattr__, __all__ = lazy_names(
-        __name__,
-        {
-            "boxes": "Shape flat_range_boxes",
-            "files": "clean_up is_complete read_tracker write_tracker",
-            "format.metadata": "CheckpointMetadata StoredChunk StoredTensor",
-            "format.metadata_file": "read_metadata",
-            "format.schema": "CheckpointError UnsafePickleError",
-            "format.torch_zip": "FileTensor in_memory",
-            "format.unpickler": "load_common safe_load safe_open",
-            "generation": "Generation Lineage SupersededError on_branch read_lineage",
-            "loading.load": "LoadReport fill load",
-            "loading.reader": "Reader Request",
-            "mapping": "Box ShardedObject ShardedStateDict ShardedTensor map_keys",
-            "object_generation": "take_generation",
-            "saving.commit": "SaveReport",
-            "saving.conductor": "SaveHandle",
-            "saving.drain": "Drainer",
-            "saving.saver": "AsyncSaver save staging_for_waiting",
-            "verification": "VerifyReport missing_or_truncated verify",
-        },
-    )
+    # Each is imported when it is first used: half of the package needs no torch.
+    __getattr__, __all__ = lazy_names(__name__, __file__)
