@@ -20,12 +20,17 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.live = self.peak = 0
+        self._counted = self.peak = 0  # those that are gone are looked for when they might make a new peak
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
 
+    @property
+    def live(self) -> int:
+        for key in [key for key, (reference, _) in self._storages.items() if reference.expired()]:
+            self._counted -= self._storages.pop(key)[1]
+        return self._counted
+
     def reset(self) -> None:
-        self._forget()
         self.peak = self.live
         self.sent.clear()
         self.calls.clear()
@@ -36,21 +41,18 @@ class LiveTensors(TorchDispatchMode):
         self.calls[name] += 1
         if func.namespace == "c10d":
             self.sent[name] += sum(t.numel() * t.element_size() for t in tree_leaves(_payload(name, args)))
-        self._forget()
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 self._remember(tensor.untyped_storage())
-        self.peak = max(self.peak, self.live)
+        if self._counted > self.peak:
+            self.peak = max(self.peak, self.live)
         return result
 
     def _remember(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._storages:
+        reference, size = self._storages.get(storage._cdata, (None, 0))
+        if reference is None or reference.expired():  # another one may have had its address
             self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            self.live += storage.nbytes()
-
-    def _forget(self) -> None:
-        for key in [key for key, (reference, _) in self._storages.items() if reference.expired()]:
-            self.live -= self._storages.pop(key)[1]
+            self._counted += storage.nbytes() - size
 
 
 def _payload(name: str, args: tuple[Any, ...]) -> Any:

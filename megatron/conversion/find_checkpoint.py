@@ -144,7 +144,7 @@ def iteration_of(directory: Path) -> int:
 def saved_iterations(root: str | Path) -> list[int]:
     """Iterations that have a directory under `root`, in order; complete or not."""
     names = [path.name.removeprefix("iter_") for path in path_of(root).glob("iter_*")]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def checkpoint_directory(root: Path, named: int | str) -> Path:

@@ -67,7 +67,10 @@ def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
 
     In older versions sympy comes with recomputation, too.
     """
-    heavy = "torch.distributed.checkpoint torch.distributed.tensor sympy transformers tensorboard matplotlib tiktoken"
+    heavy = (
+        "torch.distributed.checkpoint torch.distributed.tensor sympy transformers tensorboard matplotlib tiktoken "
+        "yaml sentencepiece tokenizers"
+    )
     program = (
         "import sys, torch.utils.checkpoint; before = set(sys.modules); import pretrain_gpt; "
         f"print(sorted((sys.modules.keys() - before) & set({heavy.split()})))"

@@ -38,7 +38,16 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 ALL, AS_SOURCE = " ".join(FORMATS), "default: as the source"
-INT, SWITCH = {"type": int}, {"action": "store_true"}
+
+
+def positive(text: str) -> int:
+    """The type of sizes and numbers: 0 would say nothing."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+INT, SWITCH = {"type": positive}, {"action": "store_true"}
 QKV_BLOCKS = "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size"
 WHOSE_MODULES = "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine"
 # Flag -> the field of Options that it sets, the savers that it says something to, its help, and how it is parsed.
@@ -59,7 +68,7 @@ TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "transformer_impl", "legacy torch_dist", WHOSE_MODULES, {"choices": ["local", "transformer_engine"]},
     ),
     "--stacked-layers": ("stacked_layers", "torch_dist", "one tensor for all layers, not one per layer", SWITCH),
-    "--workers": ("workers", ALL, "files written at once", {"type": int, "default": 2}),
+    "--workers": ("workers", ALL, "files written at once", {"type": positive, "default": 2}),
 }  # fmt: skip
 
 

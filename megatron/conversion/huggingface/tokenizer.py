@@ -13,20 +13,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import committed, write_json
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+else:
+    sentencepiece, tokenizers = lazy_module("sentencepiece"), lazy_module("tokenizers")
+    decoders, models, normalizers = (
+        lazy_module(f"tokenizers.{name}") for name in ("decoders", "models", "normalizers")
+    )
 
 SPACE = "\u2581"
 _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
 
 
-def sentencepiece_tokenizer(model: Path) -> Tokenizer | None:
+def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
     """The same tokenizer for transformers; None for a model that it could not repeat exactly.
 
     That is one that normalizes text, or a unigram model (it chooses otherwise between segmentations of equal score).
@@ -40,7 +48,7 @@ def sentencepiece_tokenizer(model: Path) -> Tokenizer | None:
         return None
     prefix = normalized != plain
     pieces = [processor.id_to_piece(number) for number in range(len(scores))]
-    tokenizer = Tokenizer(_model(processor, pieces, scores))
+    tokenizer = tokenizers.Tokenizer(_model(processor, pieces, scores))
     steps = [normalizers.Prepend(SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     undo = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -48,7 +56,7 @@ def sentencepiece_tokenizer(model: Path) -> Tokenizer | None:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *undo]
     )
     special = [p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)]
-    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    tokenizer.add_special_tokens([tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special])
     return tokenizer
 
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from megatron.conversion.model_space.model import plain_args
 from megatron.conversion.model_space.source import scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, shown, text
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import yaml
+else:
+    yaml = lazy_module("yaml")
 
 RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
 

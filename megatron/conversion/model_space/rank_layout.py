@@ -236,6 +236,11 @@ def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp
 
 
 def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
+    if parameter.shape[0] % size:
+        raise ValueError(
+            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split evenly as Megatron-core's "
+            "local modules do: give --target-transformer-impl transformer_engine, or another tensor-parallel size"
+        )
     (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
     return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 

@@ -18,7 +18,7 @@ def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[
     """A line for each of `sizes` (name to value) that is no multiple of `divisor`."""
     for name, value in sizes.items():
         if value % max(divisor, 1):
-            yield f"{name} {value} is not divisible by {by} {divisor}"
+            yield f"{name} {value} is not divisible by {by} {divisor}: change one of them"
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
@@ -50,6 +50,8 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         "--num-query-groups": config.model.query_groups,
         "--ffn-hidden-size": config.model.ffn_size,
     }
+    if not config.model.group_query_attention:
+        del split["--num-query-groups"]  # one for each head
     if config.parallel.sequence_parallel:
         split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
     if 0 not in config.model.moe_layer_pattern:

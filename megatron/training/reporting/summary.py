@@ -40,7 +40,7 @@ def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", 
     topics = {
         "model": _model(config),
         "parameters": f"{amount(plan.num_parameters)}, {active} active for every token",
-        "layout": f"{layout_name(config, world_size)} on {world_size} ranks",
+        "layout": f"{layout_name(config, world_size)} on {world_size} rank{'s' * (world_size > 1)}",
         **{f"stage {s.ps.pp.rank}": _stage(config, world_size, s) for s in plan.stages if several},
         "bubble": f"{100 * plan.bubble:.1f} % of a step" if several else "",
         "device": device,

@@ -82,3 +82,9 @@ def test_steps_of_a_universal_root(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors
     with pytest.raises(ValueError, match="--ckpt-step 8"):
         open_checkpoint(tmp_path / "in", step=8)
+
+
+@pytest.mark.parametrize("flag", ["--target-tensor-parallel-size", "--true-vocab-size", "--workers"])
+def test_zero_is_no_default(flag: str) -> None:
+    done = run_convert("--load-dir", "a", "--save-dir", "b", "--saver", "legacy", flag, "0")
+    assert done.returncode and f"argument {flag}: 0 must be at least 1" in done.stderr

@@ -154,3 +154,9 @@ def test_the_converter_takes_what_training_takes(run, caplog, tmp_path):
     outcome = convert(root, tmp_path / "hf", "hf")
     assert str(old) in outcome.source and "newest complete checkpoint" in caplog.text
     assert open_checkpoint(tmp_path / "hf", "hf").training is None and form in FORMATS
+
+
+def test_numbers_in_other_scripts_are_no_iterations(tmp_path):
+    for name in ("iter_0000003", "iter_\u00b2", "iter_\u0663"):
+        (tmp_path / name).mkdir()
+    assert saved_iterations(tmp_path) == [3]

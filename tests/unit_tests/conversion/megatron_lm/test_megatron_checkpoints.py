@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.conversion.model_space.rank_layout import Layout
 from megatron.conversion.model_space.source import read_whole
-from megatron.core.dist_checkpointing import CheckpointError, safe_load
+from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, safe_load, save
 from tests import ROOT
 from tests.compare import assert_same, read_all
+from tests.memory_source import LLAMA_ARGS, random_source
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"
 TORCH_DIST = sorted(path.parent for path in GOLDEN.glob("mcore_*/*/torch_dist*/iter_0000005/.metadata"))
@@ -159,3 +161,65 @@ def test_impossible_target_layout():
         write_legacy(source, Path("/nowhere"), Layout.of(source.args["num_layers"], 4, 1))
     with pytest.raises(ValueError, match="3"):
         Layout.of(4, 1, 3)
+
+
+def _wrapped(optimizer: dict) -> dict:
+    return {"optimizer": [optimizer]}
+
+
+LEGACY_DAMAGE = [
+    (lambda content: content.update(optimizer=[]), "optimizer"),
+    (lambda content: content.update(optimizer={0: content["optimizer"], "a": content["optimizer"]}), "optimizer"),
+    (lambda content: content.update(optimizer=[content["optimizer"]]), "optimizer"),
+    (lambda content: content.update(optimizer=_wrapped(content["optimizer"])), "optimizer: optimizer"),
+    (lambda content: content["optimizer"]["state"][0].update(fp32_param=torch.zeros(2)), "fp32_param"),
+    (
+        lambda content: vars(content["args"]).update(
+            num_experts=4, expert_model_parallel_size="a", expert_tensor_parallel_size="b"
+        ),
+        "expert_model_parallel_size is 'a', but must be",
+    ),
+    (lambda content: vars(content["args"]).update(world_size=[1]), "world_size"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LEGACY_DAMAGE)))
+def test_legacy_files_of_another_form_are_named(tmp_path: Path, number: int) -> None:
+    change, message = LEGACY_DAMAGE[number]
+    write_legacy(random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}), tmp_path / "run", Layout.of(2, 1, 1))
+    path = tmp_path / "run/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "run")
+
+
+def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
+    """Some optimizers of torch count in tensors."""
+    write_legacy(random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}), tmp_path / "run", Layout.of(2, 1, 1))
+    path = tmp_path / "run/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    for group in content["optimizer"]["param_groups"]:
+        group |= {"step": torch.tensor(7.0), "wd_mult": torch.tensor(group["wd_mult"])}
+    torch.save(content, path)
+    groups = open_checkpoint(tmp_path / "run").training.param_groups
+    assert [(group["step"], float(group["wd_mult"])) for group in groups] == [(7, 1.0), (7, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("embedding.word_embeddings.weight", torch.tensor(1.0), r"has \[\] as embedding\.word_embeddings\.weight"),
+        ("decoder.layers.mlp.linear_fc1.weight", torch.tensor(1.0), "the arguments say 2 layers"),
+        ("optimizer.state.step.output_layer.weight", torch.ones(67, 32), "whose state .*step.* is not supported"),
+        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(x).bucket_idx_0.param", torch.ones(2, 2), "not flat"),
+    ],
+)
+def test_tensors_of_another_form_are_named(tmp_path: Path, key: str, value: torch.Tensor, message: str) -> None:
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    write_torch_dist(source, tmp_path / "plain")
+    state = {name: ShardedTensor.replicated(name, tensor) for name, tensor in (source.values | {key: value}).items()}
+    save(state, tmp_path / "run", common=load_common(tmp_path / "plain"))
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "run")

@@ -1,5 +1,6 @@
 """Models with experts in the files of Megatron-LM: every form holds the same state, and what we write is theirs."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.formats import Hints, Options, is_extra_state
+from megatron.conversion.megatron_lm.args import stored_model
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout, plan_load
+from megatron.conversion.model_space.rank_layout import Layout, in_modules, plan_load, rank_parameters
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.memory_source import LLAMA_ARGS, random_source
@@ -200,3 +202,15 @@ def test_the_optimizer_of_experts_with_biases(tmp_path, distributed):
     assert [group["wd_mult"] for group in experts["optimizer"]["param_groups"]] == [1.0, 0.0]
     assert {group["is_expert_parallel"] for group in experts["optimizer"]["param_groups"]} == {True}
     assert {group["is_expert_parallel"] for group in dense["optimizer"]["param_groups"]} == {False}
+
+
+def test_rows_that_local_modules_cannot_split(tmp_path_factory, tmp_path):
+    """What latent attention's keys come from is split over TP there: no row may be left out."""
+    source = open_checkpoint(unpacked(tmp_path_factory, "megatron_moe/deepseek_fp32/pp2ep2_legacy"))
+    layout = Layout.of(source.args["num_layers"], 2, 1, experts=(1, None))
+    source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}
+    config = stored_model(source.args, 288, "a model")
+    odd = dataclasses.replace(config, kv_lora_rank=config.kv_lora_rank + 1)
+    (chunk,) = rank_parameters(odd, layout, 0, 0)
+    with pytest.raises(ValueError, match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly"):
+        in_modules(chunk, source.args, 0)

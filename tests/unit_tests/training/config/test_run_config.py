@@ -235,6 +235,15 @@ def test_impossible_combinations_name_every_number(more, world_size, numbers):
         assert number in str(error.value)
 
 
+def test_heads_that_are_not_grouped_are_one_mistake():
+    with pytest.raises(ValueError) as error:
+        config("--tensor-model-parallel-size 3", 3)
+    assert str(error.value).splitlines()[0] == (
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: change one of them"
+    )
+    assert "--num-query-groups" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "missing", ["--num-layers 4", "--train-iters 10", "--lr 1e-3", "--seq-length 16", "--mock-data"]
 )
