@@ -6,9 +6,15 @@ processes together, says how much of a core is left for tokenizing whatever else
 
     python benchmarks/preprocessing.py                      # one process, and two workers
     python benchmarks/preprocessing.py --tool OTHER/tools/preprocess_data.py    # of another commit, taking turns
+    python benchmarks/preprocessing.py --megatron-lm DIRECTORY --megatron-core-python PATH    # beside Megatron-LM's
+
+Megatron-LM's reads the files of GPT-2's tokenizer in Python; so beside it all of them use the same `tokenizer.json`
+through transformers. What the two write is compared.
 """
 
 import argparse
+import hashlib
+import itertools
 import json
 import os
 import resource
@@ -24,15 +30,15 @@ MEGABYTES = 12
 TOKENIZER_ALONE = """
 import json, sys
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
-tokenizer = build_tokenizer(TokenizerConfig(vocab_file=sys.argv[1], merge_file=sys.argv[2]))
-texts = [json.loads(line)["text"] for line in open(sys.argv[3], encoding="utf-8")]
-if len(sys.argv) > 4:
+tokenizer = build_tokenizer(TokenizerConfig(**json.loads(sys.argv[1])))
+texts = [json.loads(line)["text"] for line in open(sys.argv[2], encoding="utf-8")]
+if len(sys.argv) > 3:
     sum(len(tokenizer.tokenize(text)) for text in texts)
 """
 
 
-def make_corpus(directory: Path) -> tuple[Path, Path, Path]:
-    """(vocabulary, merges, JSON lines)."""
+def make_corpus(directory: Path) -> Path:
+    """JSON lines; beside them vocab.json, merges.txt, and hf/ for transformers."""
     from tokenizers import ByteLevelBPETokenizer
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) + sorted(
@@ -46,15 +52,19 @@ def make_corpus(directory: Path) -> tuple[Path, Path, Path]:
                 size += file.write(json.dumps({"text": text}) + "\n")
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts[:200], vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False)
-    vocab, merges = tokenizer.save_model(str(directory))
-    return Path(vocab), Path(merges), corpus
+    tokenizer.save_model(str(directory))
+    (directory / "hf").mkdir()
+    tokenizer.save(str(directory / "hf/tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (directory / "hf/tokenizer_config.json").write_text(json.dumps(config))
+    return corpus
 
 
-def cpu_seconds(root: Path, command: list[str]) -> float:
+def cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
     """Of a command and all processes that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(root), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command], env=environment, check=True, stderr=subprocess.DEVNULL)
+    subprocess.run([python, *command], env=environment, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -62,32 +72,45 @@ def cpu_seconds(root: Path, command: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", type=Path, action="append", default=[], help="preprocess_data.py of another tree")
+    parser.add_argument("--megatron-lm", type=Path, help="a source tree of Megatron-LM, core_r0.16.0")
+    parser.add_argument("--megatron-core-python", help="the interpreter for it")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
+    tools = {tool.resolve(): sys.executable for tool in [TOOL, *args.tool]}
+    if args.megatron_lm is not None:
+        tools[(args.megatron_lm / "tools/preprocess_data.py").resolve()] = args.megatron_core_python or sys.executable
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        vocab, merges, corpus = make_corpus(directory)
-        empty = directory / "empty.jsonl"
-        empty.write_text('{"text": "a"}\n')
-        seconds: dict[str, list[float]] = {}
-        for _ in range(args.turns):
-            alone = ["-c", TOKENIZER_ALONE, str(vocab), str(merges), str(corpus)]
-            own_root = TOOL.parents[1]
-            start = cpu_seconds(own_root, alone)  # imports, and reading the text
-            seconds.setdefault("tokenizer alone", []).append(cpu_seconds(own_root, [*alone, "tokenize"]) - start)
-            for tool in [TOOL, *args.tool]:
-                for workers in (1, 2):
-                    flags = ["--vocab-file", str(vocab), "--merge-file", str(merges), "--workers", str(workers)]
-                    flags += ["--output-prefix", str(directory / "out"), "--append-eod"]
-                    root = tool.resolve().parents[1]
-                    start = cpu_seconds(root, [str(tool), "--input", str(empty), *flags])
-                    spent = cpu_seconds(root, [str(tool), "--input", str(corpus), *flags]) - start
-                    seconds.setdefault(f"{tool.resolve()} --workers {workers}", []).append(spent)
-        limit = statistics.median(seconds["tokenizer alone"])
-        for what, spent in seconds.items():
-            median = statistics.median(spent)
-            rate = corpus.stat().st_size / 1e6 / median
-            print(f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {what}")
+        measure(Path(name), tools, args.turns, through_transformers=args.megatron_lm is not None)
+
+
+def measure(directory: Path, tools: dict[Path, str], turns: int, through_transformers: bool) -> None:
+    """Print a line for the tokenizer alone and for each tool with one and two workers; `tools`: their interpreters."""
+    corpus, empty = make_corpus(directory), directory / "empty.jsonl"
+    empty.write_text('{"text": "a"}\n')
+    if through_transformers:
+        options = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory / "hf")}
+    else:
+        options = {"vocab_file": str(directory / "vocab.json"), "merge_file": str(directory / "merges.txt")}
+    common = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
+    seconds: dict[str, list[float]] = {}
+    for _ in range(turns):
+        alone = ["-c", TOKENIZER_ALONE, json.dumps(options), str(corpus)]
+        start = cpu_seconds(TOOL.parents[1], alone)  # imports, and reading the text
+        spent = cpu_seconds(TOOL.parents[1], [*alone, "tokenize"]) - start
+        seconds.setdefault("tokenizer alone", []).append(spent)
+        written = set()
+        for (tool, python), workers in itertools.product(tools.items(), (1, 2)):
+            flags = [*common, "--workers", str(workers), "--output-prefix", str(directory / "out"), "--append-eod"]
+            start = cpu_seconds(tool.parents[1], [str(tool), "--input", str(empty), *flags], python)
+            spent = cpu_seconds(tool.parents[1], [str(tool), "--input", str(corpus), *flags], python) - start
+            seconds.setdefault(f"{tool} --workers {workers}", []).append(spent)
+            written.add(hashlib.sha256((directory / "out_text_document.bin").read_bytes()).hexdigest())
+        assert len(written) == 1, "not the same tokens"
+    limit = statistics.median(seconds["tokenizer alone"])
+    for what, all_spent in seconds.items():
+        median = statistics.median(all_spent)
+        rate = corpus.stat().st_size / 1e6 / median
+        print(f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {what}")
 
 
 if __name__ == "__main__":
