@@ -80,13 +80,13 @@ def test_models_have_the_size_they_say(name):
 
 
 def test_demo(tmp_path):
-    """Both legs, as the demo starts them when the first has got to iteration 160 of 200."""
+    """Both legs, as the demo starts them when the first has got to iteration 80 of 160."""
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "COMMAND $*"\n')
     python.chmod(0o755)
     (tmp_path / "demo/checkpoints").mkdir(parents=True)
-    (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("160")
+    (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("80")
     variables = {"DEMO": str(tmp_path / "demo"), "VENV": str(tmp_path / "venv")}
     result = subprocess.run(
         ["bash", "examples/demo/run.sh"], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
@@ -96,7 +96,7 @@ def test_demo(tmp_path):
     configs = [parse_args(leg[leg.index("pretrain_gpt.py") + 1 :], 2) for leg in legs]
     assert [config.parallel.tp_size for config in configs] == [1, 2]
     assert "tools/report.py" in result.stdout and "report.html" in result.stdout.splitlines()[-1]
-    assert {config.training.train_iters for config in configs} == {320}
+    assert {config.training.train_iters for config in configs} == {240}
 
 
 def test_every_script_is_tested():

@@ -137,6 +137,7 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
         "moe_router_bias_update_rate",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
+        "moe_router_force_load_balancing",
         "moe_z_loss_coeff",
         "moe_pad_expert_input_to_capacity",
         "moe_token_dispatcher_type",
