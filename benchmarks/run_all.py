@@ -7,6 +7,7 @@ Half an hour on an idle machine; figures from a busy one are worth nothing.
     python benchmarks/run_all.py                          # or: make bench
     python benchmarks/run_all.py --only startup,checkpoint
     python benchmarks/run_all.py --megatron-core-python PATH    # with megatron-core as a peer of training
+    python benchmarks/run_all.py --megatron-core-python PATH --megatron-lm DIRECTORY    # and of preprocessing
 """
 
 import argparse
@@ -22,9 +23,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/benchmarks.md"
 PEER = "--megatron-core-python"
 COMMANDS = {
-    "training": "benchmarks/training.py --layouts",
-    "experts": "benchmarks/training.py --moe",
-    "context": "benchmarks/training.py --context 4096",
+    "training": "benchmarks/training.py --layouts --rounds 2 --steps 6",
+    "experts": "benchmarks/training.py --moe --rounds 2 --steps 5",
+    "context": "benchmarks/training.py --context 4096 --rounds 2 --steps 5",
     "step": "benchmarks/step_profile.py",
     "startup": "benchmarks/startup.py",
     "preprocessing": "benchmarks/preprocessing.py",
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some of them")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument(PEER, help="its interpreter, with megatron-core 0.16.1")
+    parser.add_argument("--megatron-lm", help="a source tree of Megatron-LM, core_r0.16.0")
     args = parser.parse_args()
     unknown = sorted(set(args.only) - COMMANDS.keys())
     if unknown:
@@ -64,8 +66,11 @@ def main() -> int:
     failed = []
     for number, name in enumerate(args.only, 1):
         command = COMMANDS[name]
-        takes_peer = args.megatron_core_python and command.startswith("benchmarks/training.py")
-        peer = [PEER, args.megatron_core_python] if takes_peer else []
+        peer = []
+        if args.megatron_core_python and (name == "preprocessing" or command.startswith("benchmarks/training.py")):
+            peer += [PEER, args.megatron_core_python]
+        if args.megatron_lm and name == "preprocessing":
+            peer += ["--megatron-lm", args.megatron_lm]
         began = time.monotonic()
         print(f"[{number}/{len(args.only)}] {name}: python {command}", file=sys.stderr, flush=True)
         run = subprocess.run([sys.executable, *command.split(), *peer], cwd=ROOT, stdout=subprocess.PIPE, text=True)
