@@ -154,8 +154,11 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
     }
     record.write("start", **start)
     arguments = {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in config.flags().items()}
+    save = Path(config.checkpoint.save)
     try:
-        write_json(Path(config.checkpoint.save) / RUN_FILE, finite({**start, "arguments": arguments}))
+        write_json(save / RUN_FILE, finite({**start, "arguments": arguments}))
+        for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
+            left.unlink(missing_ok=True)
     except OSError as error:
         logger.warning(f"{RUN_FILE} could not be written: {error}")
 
