@@ -2,7 +2,7 @@
 
 The page has a block for each of them, between `<!-- begin NAME -->` and `<!-- end NAME -->`: command, date, commit and
 machine, then what the command printed. A benchmark that fails leaves its block as it was, and the exit code says so.
-Half an hour on an idle machine; figures from a busy one are worth nothing.
+More than an hour on two idle cores (training 17 minutes, checkpoint 9); figures from a busy machine are worth nothing.
 
     python benchmarks/run_all.py                          # or: make bench
     python benchmarks/run_all.py --only startup,checkpoint

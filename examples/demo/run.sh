@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole life of a small model on any laptop, about three minutes on two cores:
+# The whole life of a small model on any laptop, three to four minutes on two cores:
 # corpus -> vocabulary -> .bin/.idx -> train with 2 processes -> checkpoint -> resume at another layout -> Hugging Face
 # -> a page with the whole run as one curve.
 # Finished steps are kept in $DEMO (default: demo/), so an interrupted run continues where it was; `rm -rf demo` starts over.
