@@ -117,15 +117,19 @@ class Permutation:
         return _Combine.apply(copies, self, num_rows)
 
     def _gathered(self, rows: Tensor) -> Tensor:
-        return rows.index_select(0, self._order // (len(self._place) // len(rows)))
+        return rows.index_select(0, self._order // self._copies_of_each(len(rows)))
 
     def _summed(self, copies: Tensor, num_rows: int) -> Tensor:
         if not self.complete:
             copies = torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
-        of_rows = self._place.view(num_rows, -1)
-        if of_rows.shape[1] == 1:
+        of_each = self._copies_of_each(num_rows)
+        if of_each == 1:
             return copies.index_select(0, self._place)
-        return F.embedding_bag(of_rows, copies, mode="sum")  # in fp32, and without `copies[place]`
+        # in fp32, and without `copies[place]`
+        return F.embedding_bag(self._place.view(num_rows, of_each), copies, mode="sum")
+
+    def _copies_of_each(self, num_rows: int) -> int:
+        return len(self._place) // num_rows if num_rows else 1  # a rank may get no row at all
 
 
 class _Gather(torch.autograd.Function):
