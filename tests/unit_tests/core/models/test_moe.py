@@ -14,11 +14,14 @@ from megatron.core.models import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.update_rules import matrix_layouts
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.dispatcher import Permutation
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
+from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.compare import assert_same
@@ -298,6 +301,36 @@ def test_a_choice_at_random_uses_all_experts():
     assert (routing.experts.flatten().bincount(minlength=4) / 1000 - 1).abs().max() < 0.15
     routing.probs[:, 0].sum().backward()
     assert (router.weight.grad.abs() > 0).all()
+
+
+def all_to_the_first_experts(rank, world_size, options):
+    """Output and gradients of a layer whose tokens all choose experts 0 and 1, which are on the first rank of EP 2."""
+    parallel = ParallelConfig(expert_model_parallel_size=world_size)
+    ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
+    place = Placement(Axis(), TensorParallelRng(0, 0), experts=ps.expert_axes)
+    layer = MoELayer(config_of(moe_router_topk=2, moe_aux_loss_coeff=0.0, **options), place, layer_number=0)
+    layer.initialize(seed=3)
+    layer.router.weight.data[:2].fill_(1.0)
+    layer.router.weight.data[2:].fill_(-1.0)
+    tokens = torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    output = layer(tokens)
+    output.square().sum().backward()
+    gradients = {name: param.grad for name, param in layer.experts.named_parameters()}
+    return output.detach(), tokens.grad, {name: grad for name, grad in gradients.items() if grad is not None}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_rank_may_get_no_token(pool, dispatcher, biases):
+    run = partial(
+        all_to_the_first_experts, options={"add_bias_linear": biases, "moe_token_dispatcher_type": dispatcher}
+    )
+    (whole, of_tokens, of_experts), parts = run(0, 1), pool.run(run, 2)
+    for rank, (output, gradient, gradients) in enumerate(parts):
+        torch.testing.assert_close(output, whole)
+        torch.testing.assert_close(gradient, of_tokens)
+        for name, grad in gradients.items():  # the same tokens on both ranks
+            torch.testing.assert_close(grad, 2 * of_experts[name].chunk(2)[rank])
 
 
 MICROBATCHES, TOKENS = 3, 24
