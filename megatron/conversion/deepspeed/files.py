@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     sequence,
 )
 from megatron.core.dist_checkpointing.format.schema import key as check_key
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Within a layer, and within the embedding: model space -> universal.

@@ -26,7 +26,7 @@ from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
 from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.durable_files import committed, write_json
 
 _DTYPES = {

@@ -15,7 +15,8 @@ import torch
 from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
+from megatron.core.dist_checkpointing.format.torch_load import bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, lay_out_archive
 from megatron.core.distributed.buffer_plan import ParamSpec
 from megatron.core.durable_files import naming
 

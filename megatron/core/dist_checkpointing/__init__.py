@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
     from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
     from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
-    from megatron.core.dist_checkpointing.format.torch_zip import FileTensor, in_memory
-    from megatron.core.dist_checkpointing.format.unpickler import load_common, safe_load, safe_open
+    from megatron.core.dist_checkpointing.format.torch_load import (
+        FileTensor,
+        in_memory,
+        load_common,
+        safe_load,
+        safe_open,
+    )
     from megatron.core.dist_checkpointing.generation import (
         Generation,
         Lineage,
