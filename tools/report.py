@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.conversion.find_checkpoint import fault, iteration_directory, saved_iterations
+from megatron.conversion.formats import fault, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
 from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes

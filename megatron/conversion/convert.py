@@ -17,16 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.find_checkpoint import Found, require_checkpoint
-from megatron.conversion.formats import Hints, Options
+from megatron.conversion.formats import Found, Hints, Options, require_checkpoint
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, TorchDistSource, write_torch_dist
-from megatron.conversion.model_space.model import is_trained
-from megatron.conversion.model_space.pieces import bits, make_empty_directory
-from megatron.conversion.model_space.rank_layout import Layout, norm_key
+from megatron.conversion.model_space.model import Layout, is_trained, norm_key
+from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
 from megatron.conversion.model_space.source import (
     ADAM,
     Progress,
@@ -229,7 +227,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
             raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
-            if not torch.equal(bits(result.read(key, offset, shape)), bits(expected)):
+            if not same_bits(result.read(key, offset, shape), expected):
                 raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
             progress(expected.nbytes)
         count += 1

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import (
+from megatron.conversion.deepspeed.files import (
     BLOCKS_MARK,
+    OPTIMIZER_STATE,
+    STATE_FILES,
+    STEP,
+    STYLES,
+    UniversalFiles,
     lost_state,
+    model_state_name,
     parts_without_place,
     read_args,
     read_training,
@@ -21,45 +27,42 @@ from megatron.conversion.deepspeed.args import (
     write_groups,
     write_scheduler,
 )
-from megatron.conversion.deepspeed.files import (
-    OPTIMIZER_STATE,
-    STATE_FILES,
-    STEP,
-    STYLES,
-    Style,
-    UniversalFiles,
-    model_state_name,
-)
 from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Options
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
     check_parameters,
     exported_config,
     model_config,
     model_parameters,
     model_tensors,
-    plain_args,
     resolved,
 )
-from megatron.conversion.model_space.pieces import make_empty_directory, run_jobs, write_archive
-from megatron.conversion.model_space.row_maps import as_is, pack_rows, qkv_blocks, unpack_rows
+from megatron.conversion.model_space.pieces import (
+    as_is,
+    make_empty_directory,
+    pack_rows,
+    qkv_blocks,
+    run_jobs,
+    unpack_rows,
+    write_archive,
+)
 from megatron.conversion.model_space.source import (
     ADAM,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
-    flag_name,
     full_precision_key,
     no_progress,
     optimizer_key,
     optimizer_states,
+    plain_args,
     split_key,
 )
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 _POSITIONS = "embedding.position_embeddings.weight"
 _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
@@ -218,7 +221,7 @@ def write_universal(
     """
     options = options or Options()
     writer = _UniversalWriter(source, options)
-    names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
+    names = {key: STYLES[writer.style].of(key, writer.config) for key in writer.parameters}
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
@@ -296,7 +299,7 @@ class _UniversalWriter:
         return {name: value for name, value in marks.items() if value is not None}
 
     def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
-        counts = (2, 1) if self.style.name == "bigscience" else (1, 1)
+        counts = (2, 1) if self.style == "bigscience" else (1, 1)
         return {
             "clip_grad": self.source.args.get("clip_grad", 1.0),
             "group_paddings": [0] * sum(counts),
@@ -317,7 +320,7 @@ class _UniversalWriter:
             "frozen_param_shapes": None,
             "shared_params": {},
             "frozen_param_fragments": None,
-            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style.name == "bigscience"),
+            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style == "bigscience"),
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": training.iteration - int(self.step) if self.has_optimizer else 0,
@@ -338,7 +341,7 @@ class _UniversalWriter:
             "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
             "grad_scaler": training.grad_scaler,
         }
-        return state | ({"checkpoint_info": vocabulary} if self.style.name == "bigscience" else {})
+        return state | ({"checkpoint_info": vocabulary} if self.style == "bigscience" else {})
 
     def _param_shapes(self, names: Mapping[str, str]) -> list[OrderedDict[str, torch.Size]]:
         """By group: with weight decay (matrices), without (vectors)."""
@@ -359,7 +362,7 @@ class _UniversalWriter:
         }
 
 
-def _style(name: str | None, config: TransformerConfig) -> Style:
+def _style(name: str | None, config: TransformerConfig) -> str:
     """BigScience's fork trains ALiBi and a normalized embedding, Megatron-DeepSpeed neither."""
     like_bloom = config.position_embedding_type == "alibi" or config.embedding_layernorm
     name = name or ("bigscience" if like_bloom else "pipeline")
@@ -367,7 +370,7 @@ def _style(name: str | None, config: TransformerConfig) -> Style:
         raise ValueError(f"--universal-style {name!r}: give one of {', '.join(STYLES)}")
     if like_bloom and name != "bigscience":
         raise ValueError(f"--universal-style {name}: Megatron-DeepSpeed has no ALiBi and no normalized embedding")
-    return STYLES[name]
+    return name
 
 
 def _save(path: Path, value: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,34 +18,33 @@ from typing import Any
 import torch
 
 from megatron.conversion.formats import Options
-from megatron.conversion.huggingface.families import choose_family, family_of
-from megatron.conversion.huggingface.parameters import StoredParameter
+from megatron.conversion.huggingface.families import Family, choose_family, family_of
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
 from megatron.conversion.huggingface.weight_files import (
     Outgoing,
     SafetensorsFile,
+    StoredParameter,
     dequantized,
     open_weights,
     scaled_blocks,
+    stored_parameters,
     write_weight_files,
 )
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
     check_optimizer_complete,
     check_parameters,
     exported_config,
     is_trained,
     model_config,
     model_tensors,
-    plain_args,
     resolved,
 )
-from megatron.conversion.model_space.pieces import bits, make_empty_directory
-from megatron.conversion.model_space.row_maps import as_is, unpack_rows
+from megatron.conversion.model_space.pieces import as_is, make_empty_directory, same_bits, unpack_rows
 from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
     TRAINING_STATE,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
@@ -55,6 +54,7 @@ from megatron.conversion.model_space.source import (
     no_progress,
     optimizer_key,
     optimizer_states,
+    plain_args,
     split_key,
 )
 from megatron.core.dist_checkpointing.format import schema
@@ -171,7 +171,7 @@ class HuggingFaceSource:
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
         self._biases_off = [name for name in family.optional_biases if not hf.get(name)]
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)  # of a tensor: one, or one per expert
-        for part in family.places(config, lambda name: self._stored(name) in self._files):
+        for part in _places(family, config, lambda name: self._stored(name) in self._files):
             if self._holds(part):
                 self._check_shapes(part)
                 self._parts[part.key].append(part)
@@ -236,7 +236,7 @@ class HuggingFaceSource:
         parameter, state = split_key(key)
         if state == "param" and parameter in self._parts:
             weight = self._read_parameter(parameter, offset, shape)
-            if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
+            if not same_bits(value.to(weight.dtype), weight):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the optimizer state in "
                     f"{sidecar.directory} {_NOT_THIS_MODELS}"
@@ -323,7 +323,7 @@ def write_huggingface(
     options = options or Options()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
-    places = family.places(config)
+    places = _places(family, config, lambda name: False)
     _check_complete(source, config, places)
     optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
 
@@ -332,11 +332,11 @@ def write_huggingface(
     # Weights come from the fp32 main parameters where there are some, and are cast only once.
     keys = [full_precision_key(place.key, source.tensors) for place in places]
     dtypes = [config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype for place in places]
-    weights = [_outgoing(source, *what) for what in zip(keys, places, dtypes, strict=True)]
+    weights = [Outgoing(source, *what) for what in zip(keys, places, dtypes, strict=True)]
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
         states = [
-            _outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
+            Outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
             for key, (read, info) in optimizer.items()
         ]
         folder = directory / DIRECTORY
@@ -374,17 +374,9 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Stor
         raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
 
 
-def _outgoing(source: Source, key: str, part: StoredParameter, dtype: torch.dtype) -> Outgoing:
-    """`part`, read from the tensor `key`."""
-    lead, rest = part.lead, part.shape[1:]
-
-    def read(first: int, count: int) -> torch.Tensor:
-        box = source.read(key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
-        return box.view(count, *rest).to(dtype)
-
-    infos = [TensorInfo(shape, dtype) for shape in part.stored_shapes()]
-    place = lead[0] if part.packed is not None else None
-    return Outgoing(part.names, infos, part.row_map, read, part.transposed, place)
+def _places(family: Family, config: TransformerConfig, has: Callable[[str], bool]) -> list[StoredParameter]:
+    """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+    return stored_parameters(model_tensors(config), family.rows, family.layers, config, has)
 
 
 def _not_carried(source: Source, sidecar: bool) -> list[str]:

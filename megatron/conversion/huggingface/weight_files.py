@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,13 +22,26 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.pieces import run_jobs, write_at
-from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
-from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.model_space.pieces import (
+    RowMap,
+    alternating,
+    as_is,
+    cut,
+    pack_rows,
+    qkv_apart,
+    qkv_blocks,
+    run_jobs,
+    stacked,
+    stored_rows,
+    write_at,
+)
+from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.durable_files import committed, write_json
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {
     "F64": torch.float64,
@@ -254,46 +268,111 @@ def _open_shards(directory: Path, index: Path, kind: Callable[[Path], TensorFile
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values are."""
+
+    key: str
+    lead: Shape  # the number of the expert, if it is one's
+    shape: Shape  # without that axis
+    names: tuple[str, ...]
+    row_map: RowMap
+    transposed: bool = False
+    packed: int | None = None  # in tensors of so many experts
+
+    def stored_shapes(self) -> list[Shape]:
+        shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
+        lead = () if self.packed is None else (self.packed,)
+        return [lead + (shape[::-1] if self.transposed else shape) for shape in shapes]
+
+
+def stored_parameters(
+    shapes: Mapping[str, Shape],
+    rows: Mapping[str, Row],
+    layers: str,
+    config: TransformerConfig,
+    has: Callable[[str], bool],
+) -> list[StoredParameter]:
+    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and N.
+
+    `has` says whether the files have a tensor: then it holds all experts.
+    """
+    parameters = []
+    for key, shape in shapes.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in rows or (match[3] == "bias" and not rows[match[2]].biased):
+            continue
+        row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
+        if row.fused is not None and has(prefix + row.fused):
+            parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
+            continue
+        of_experts, suffix = row.packed or len(shape) == 3, row.suffixes.get(match[3], match[3])
+        own = shape[1:] if of_experts else shape
+        row_map = _row_map(row, own[0], config)
+        form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
+        for expert in range(shape[0]) if of_experts else [None]:
+            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
+            parameters.append(StoredParameter(key, () if expert is None else (expert,), own, names, *form))
+    return parameters
+
+
+def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
+    heads = config.num_attention_heads, config.query_groups, config.head_dim
+    if row.qkv:
+        return qkv_apart(*heads) if len(row.names) == 3 else qkv_blocks(*heads, blocks=1)
+    if row.alternating:
+        return alternating(rows // 2, 2)
+    return stacked(rows // len(row.names), len(row.names))
+
+
 _RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is read in (at most four bytes an element)
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor of model space, or an expert of one, and the stored tensors that its rows go to."""
+    """The tensor `key` of a source, or an expert of it, and where it goes."""
 
-    names: Sequence[str]
-    infos: Sequence[TensorInfo]
-    row_map: RowMap
-    read: Callable[[int, int], torch.Tensor]  # (first, count) -> model rows, in the dtype of `infos`
-    transposed: bool = False  # its rows are columns of the file
-    place: int | None = None  # the stored tensors have those of several experts, this one's here
+    source: Source
+    key: str
+    part: StoredParameter
+    dtype: torch.dtype
 
-    @property
-    def rows(self) -> int:
-        return sum(run.rows for run in self.row_map)
+    def infos(self) -> dict[str, TensorInfo]:
+        """The stored tensors."""
+        shapes = zip(self.part.names, self.part.stored_shapes(), strict=True)
+        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes}
 
     @property
     def whole(self) -> bool:
         """Whether it is written at once: rows of the model are not rows of the file."""
-        return self.transposed or self.place is not None
+        return self.part.transposed or self.part.packed is not None
 
     @property
     def rows_at_once(self) -> int:
-        elements = sum(math.prod(info.shape) for info in self.infos)
-        return self.rows if self.whole else max(1, _RUN_BYTES // 4 * self.rows // max(1, elements))
+        rows, elements = self.part.shape[0], math.prod(self.part.shape)
+        return rows if self.whole else max(1, _RUN_BYTES // 4 * rows // max(1, elements))
 
-    def write(self, writers: dict[str, SafetensorsWriter], first: int, progress: Progress) -> None:
+    def write(self, writers: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """The model rows from `first` on, as many as fit."""
-        rows = self.read(first, min(self.rows_at_once, self.rows - first))
+        part, lead, rest = self.part, self.part.lead, self.part.shape[1:]
+        count = min(self.rows_at_once, part.shape[0] - first)
+        box = self.source.read(self.key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
+        rows = box.view(count, *rest).to(self.dtype)
         if self.whole:
-            for number, name in enumerate(self.names):
-                stored = pack_rows(self.row_map, number, rows)
-                stored = stored.t() if self.transposed else stored
-                writers[name].write(name, stored if self.place is None else stored[None], self.place or 0)
+            for number, name in enumerate(part.names):
+                stored = pack_rows(part.row_map, number, rows)
+                stored = stored.t() if part.transposed else stored
+                if part.packed is None:
+                    writers[name].write(name, stored)
+                else:
+                    writers[name].write(name, stored[None], lead[0])
         else:
-            found = list(cut(self.row_map, first, first + len(rows)))
-            for run, part in zip(found, rows.split([run.rows for run in found]), strict=True):
-                writers[self.names[run.source]].write(self.names[run.source], part, run.start)
+            found = list(cut(part.row_map, first, first + count))
+            for run, piece in zip(found, rows.split([run.rows for run in found]), strict=True):
+                writers[part.names[run.source]].write(part.names[run.source], piece, run.start)
         progress(rows.nbytes)
 
 
@@ -301,7 +380,7 @@ def write_weight_files(
     directory: Path, stem: str, tensors: Sequence[Outgoing], max_size: int, workers: int, progress: Progress
 ) -> list[str]:
     """One file, or numbered shards of at most `max_size` bytes with an index; returns the names of the files."""
-    shards = _shards({name: info for t in tensors for name, info in zip(t.names, t.infos, strict=True)}, max_size)
+    shards = _shards({name: info for tensor in tensors for name, info in tensor.infos().items()}, max_size)
     files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
@@ -311,8 +390,12 @@ def write_weight_files(
         for file, shard in zip(files, shards, strict=True):
             temporary = stack.enter_context(committed(directory / file))
             writers |= dict.fromkeys(shard, stack.enter_context(SafetensorsWriter(temporary, shard)))
-        firsts = ((tensor, first) for tensor in tensors for first in range(0, tensor.rows, tensor.rows_at_once))
-        run_jobs((partial(tensor.write, writers, first, progress) for tensor, first in firsts), workers)
+        jobs = (
+            partial(tensor.write, writers, first, progress)
+            for tensor in tensors
+            for first in range(0, tensor.part.shape[0], tensor.rows_at_once)
+        )
+        run_jobs(jobs, workers)
     if len(shards) > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", files, shards)
     return files

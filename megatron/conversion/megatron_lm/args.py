@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
-from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, in_memory, load_common, safe_open
@@ -25,7 +24,6 @@ from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
@@ -124,16 +122,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Placeholder):
         return f"{type(value).__qualname__}({', '.join(map(shown, value.args))})"
     return value
-
-
-def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
-    """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
-    known = {
-        key: value
-        for key, value in args.items()
-        if key not in ("recompute_granularity", "recompute_method", "recompute_modules")
-    }
-    return model_config(known, vocab_size, where)
 
 
 def common_state(

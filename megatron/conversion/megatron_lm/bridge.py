@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.source import scalar
+from megatron.conversion.model_space.source import plain_args, scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, shown, text
 from megatron.core.lazy_import import lazy_module

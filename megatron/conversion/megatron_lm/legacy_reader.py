@@ -19,19 +19,33 @@ from megatron.conversion.megatron_lm.args import (
     open_legacy,
     param_groups,
     rng_key,
-    stored_model,
     training_state,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
-    CheckedTable,
+    PieceTable,
     bucket_size_of,
     plan_buckets,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_optimizer_complete
-from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, local_name, norm_key, rank_parameters
-from megatron.conversion.model_space.source import COMMON, TensorInfo, TrainingState, optimizer_key, scalar
+from megatron.conversion.model_space.model import (
+    Layout,
+    LocalParameter,
+    check_optimizer_complete,
+    in_modules,
+    local_name,
+    model_config,
+    norm_key,
+    rank_parameters,
+)
+from megatron.conversion.model_space.pieces import ReadFlat
+from megatron.conversion.model_space.source import (
+    COMMON,
+    WORD_EMBEDDINGS,
+    TensorInfo,
+    TrainingState,
+    optimizer_key,
+    scalar,
+)
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
@@ -94,11 +108,11 @@ class LegacySource:
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
         vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
-        self.config = stored_model(self.args, vocab_size, self.description)
+        self.config = model_config(self.args, vocab_size, self.description)
         stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
         sizes = f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"
         self.unused = [f"{name} (the arguments say {sizes})" for name in sorted(stale)]
-        self._table = CheckedTable(self.description)
+        self._table = PieceTable(self.description)
         sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for rank, content in files.items():
             folder = folders[rank]
@@ -158,14 +172,7 @@ class LegacySource:
             raise CheckpointError(
                 f"{where}: {key} has shape {tuple(tensor.shape)}, but the stored arguments make it {parameter.shape}"
             )
-        self._add_flat(key, parameter, tensor, 0)
-
-    def _add_flat(self, key: str, parameter: LocalParameter, tensor: Stored, first: int) -> None:
-        """A tensor that holds the parameter's local elements in a row from element `first`."""
-        info = TensorInfo(parameter.global_shape, tensor.dtype)
-        for box in parameter.boxes:
-            region = region_of_flat(_flat_reader(tensor), first + box.start, box.shape)
-            self._table.add(key, info, StoredPiece(box.offset, box.shape, region))
+        self._table.add_local(key, parameter, tensor.dtype, _flat_reader(tensor), 0)
 
     def _add_buffers(self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
@@ -190,9 +197,8 @@ class LegacySource:
                     raise CheckpointError(f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}")
             for parameter, bucket, start in placed:
                 for state in names:
-                    self._add_flat(
-                        optimizer_key(state, parameter.key), parameter, states[state], sum(sizes[:bucket]) + start
-                    )
+                    key, flat, first = optimizer_key(state, parameter.key), states[state], sum(sizes[:bucket]) + start
+                    self._table.add_local(key, parameter, flat.dtype, _flat_reader(flat), first)
 
     def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
         """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""

@@ -24,20 +24,19 @@ from megatron.conversion.megatron_lm.args import (
     initial_rng_state,
     least_world,
     rng_key,
-    stored_model,
 )
 from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import (
-    FilePlace,
+from megatron.conversion.model_space.model import (
+    Layout,
     LocalBox,
     LocalParameter,
-    run_jobs,
-    write_archive,
-    write_to_places,
+    in_modules,
+    model_config,
+    rank_parameters,
 )
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, rank_parameters
+from megatron.conversion.model_space.pieces import FilePlace, run_jobs, write_archive, write_to_places
 from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
     Progress,
     Source,
     TrainingState,
@@ -140,7 +139,7 @@ class _Contents:
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source, self._args = source, args
-        self._config = stored_model(args, args["model_vocab_size"], source.description)
+        self._config = model_config(args, args["model_vocab_size"], source.description)
         self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []

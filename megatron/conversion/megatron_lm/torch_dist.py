@@ -27,23 +27,27 @@ from megatron.conversion.megatron_lm.args import (
     extra_states,
     in_chain,
     param_groups,
-    stored_model,
     training_state,
     with_asked_for,
 )
 from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
-from megatron.conversion.megatron_lm.optimizer_state import CheckedTable, fit_buckets, refuse_unknown_optimizer
+from megatron.conversion.megatron_lm.optimizer_state import PieceTable, fit_buckets, refuse_unknown_optimizer
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
+    Layout,
+    LocalParameter,
     check_optimizer_complete,
     check_parameters,
+    in_modules,
+    model_config,
     model_tensors,
+    norm_key,
+    rank_parameters,
     vocabulary_rows,
 )
-from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, norm_key, rank_parameters
+from megatron.conversion.model_space.pieces import ReadFlat, region_of_flat
 from megatron.conversion.model_space.source import (
     OPTIMIZER_STATES,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
@@ -106,7 +110,7 @@ class TorchDistSource:
             common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []
-        self._table = CheckedTable(self.description)
+        self._table = PieceTable(self.description)
         self._num_layers = int(self.args["num_layers"])
         self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
         if optimizer:
@@ -119,7 +123,7 @@ class TorchDistSource:
         # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
-        self.config = stored_model(self.args, rows, self.description)
+        self.config = model_config(self.args, rows, self.description)
         groups = param_groups(common.get("optimizer")) if optimizer else None
         if buckets:
             self._add_buckets(buckets)
@@ -151,8 +155,8 @@ class TorchDistSource:
             target = optimizer_key(state, own) if state else own
             if original is None:
                 shape = stored.shape[len(lead) :]
-                piece = StoredPiece((0,) * len(shape), shape, self._region(key, lead))
-                self._table.add(target, TensorInfo(shape, stored.dtype), piece)
+                info = TensorInfo(shape, stored.dtype)
+                self._table.add(target, info, (0,) * len(shape), shape, self._region(key, lead))
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
 
@@ -177,7 +181,7 @@ class TorchDistSource:
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
-            self._table.add(target, TensorInfo(shape, stored.dtype), StoredPiece(offset, extent, region))
+            self._table.add(target, TensorInfo(shape, stored.dtype), offset, extent, region)
 
     def _add_buckets(self, buckets: dict[tuple[int, int, int, int, str], str]) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
@@ -218,10 +222,8 @@ class TorchDistSource:
         if any(len(entry.shape) != 1 for entry in stored):
             raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
         for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
-            info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
-            for box in parameter.boxes:
-                region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
-                self._table.add(optimizer_key(state, parameter.key), info, StoredPiece(box.offset, box.shape, region))
+            key, flat = optimizer_key(state, parameter.key), self._flat_reader(keys[bucket], ())
+            self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
         """Elements of the stored tensor along its last axis, at `place` on the others."""
@@ -378,7 +380,7 @@ def _common(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
     weights = source.tensors[WORD_EMBEDDINGS]
-    config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
+    config = dataclasses.asdict(model_config(source.args, weights.shape[0], source.description))
     # Defaults first, then the model, then what the source says: None in the source must not hide a default.
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
     del config["transformer_impl"]  # nothing is computed here

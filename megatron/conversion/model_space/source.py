@@ -104,12 +104,6 @@ _RUN: dict[str, Check] = {
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 
-def flag_name(argument: str) -> str:
-    """The command-line spelling of an argument, for messages."""
-    names = TransformerConfig.__dataclass_fields__[argument].metadata["flags"] if argument in MODEL_ARGUMENTS else ()
-    return names[0] if names else "--" + argument.replace("_", "-")
-
-
 PARAM_GROUP = record(
     {
         **_fields(scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
@@ -136,14 +130,10 @@ def _optimizer(value: Any, where: str) -> Any:
     return value
 
 
-def _inner(value: Any, where: str) -> Any:
-    return _OPTIMIZER(value, where)
-
-
 _OPTIMIZER = record(
     {
         "param_groups?": sequence(PARAM_GROUP),
-        "optimizer?": optional(_inner),
+        "optimizer?": optional(lambda value, where: _OPTIMIZER(value, where)),
         "grad_scaler?": optional(GRAD_SCALER),
         "state?": mapping(anything, keys=anything),
     }
@@ -186,6 +176,21 @@ COMMON = record(
 
 Shape = tuple[int, ...]
 
+
+def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are plain data, as files of other programs can hold them."""
+    return {name: value for name, value in args.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
 SGD = ("param", "momentum_buffer")
 OPTIMIZER_STATES = (*ADAM, "momentum_buffer")

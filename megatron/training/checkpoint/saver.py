@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.find_checkpoint import iteration_directory, iteration_of
+from megatron.conversion.formats import iteration_directory, iteration_of
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Drainer,

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
 from tests import GOLDEN
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits

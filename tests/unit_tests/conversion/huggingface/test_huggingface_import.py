@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 

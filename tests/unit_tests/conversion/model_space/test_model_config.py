@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.conversion.deepspeed.args import write_args
-from megatron.conversion.model_space.model import model_config, model_parameters, model_tensors
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.deepspeed.files import write_args
+from megatron.conversion.model_space.model import Layout, model_config, model_parameters, model_tensors
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
