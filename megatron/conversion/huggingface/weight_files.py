@@ -333,7 +333,7 @@ def write_rows(place: tuple[Path, int], rows: torch.Tensor, first: int) -> None:
 
 
 def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Path, int]]:
-    """Begin a file of these tensors. Returns where each begins: they may be written in any order, by several threads."""
+    """Begin a file of these tensors. Returns where each begins: any rows of any of them may be written next."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
     starts: dict[str, int] = {}
     position = 0
