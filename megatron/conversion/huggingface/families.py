@@ -122,7 +122,7 @@ class Family:
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
 
-_NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)
+_NO_BIAS = implied(add_bias_linear=False)
 _SIZE_RULES: tuple[Rule, ...] = (
     copied("num_layers", "num_hidden_layers"),
     copied("hidden_size", "hidden_size"),
@@ -148,14 +148,11 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     rows.LLAMA_ROWS,
-    (*_LLAMA_RULES, heads(None), biases("attention_bias", "mlp_bias"), FULL_ATTENTION, implied(qk_layernorm=False)),
+    (*_LLAMA_RULES, heads(None), biases("attention_bias", "mlp_bias"), FULL_ATTENTION),
     whole_heads=True,
 )
 MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    rows.LLAMA_ROWS,
-    (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096), implied(qk_layernorm=False)),
+    "mistral", "MistralForCausalLM", rows.LLAMA_ROWS, (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096))
 )
 PHI3 = Family(
     "phi3",
@@ -169,7 +166,6 @@ PHI3 = Family(
         heads(None, always=False),
         _NO_BIAS,
         sliding_window(None),
-        implied(qk_layernorm=False),
     ),
     ("original_max_position_embeddings",),  # of a scaled rope
 )
@@ -180,7 +176,7 @@ QWEN2 = Family(
     (
         *_LLAMA_RULES,
         heads(32, always=False),
-        implied(add_bias_linear=False, add_qkv_bias=True, qk_layernorm=False),
+        implied(add_bias_linear=False, add_qkv_bias=True),
         QWEN_WINDOW,
         fixed("use_mrope", False),
     ),
@@ -199,7 +195,7 @@ _OLMO_RULES = (
     heads(None, always=False),
     _NO_BIAS,
     *always(attention_bias=False),
-    implied(qk_layernorm=True, qk_layernorm_across_heads=True, window_size=None),
+    implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", rows.OLMO2_ROWS, (*_OLMO_RULES, implied(norm_placement="post")))
 _GEMMA_RULES = (
@@ -224,7 +220,6 @@ GEMMA2 = Family(
         alternating_windows(2),
         nullable("attn_logit_softcapping", 50.0),
         nullable("final_logit_softcapping", 30.0),
-        implied(qk_layernorm=False),
     ),
     _OF_GEMMA,
     whole_heads=True,
@@ -269,7 +264,6 @@ MIXTRAL = Family(
         heads(8),
         _NO_BIAS,
         sliding_window(None),
-        implied(qk_layernorm=False),
         fixed("router_jitter_noise", 0.0),
     ),
 )
@@ -314,7 +308,7 @@ GPT_OSS = Family(
         fixed("hidden_act", "silu", "swish", written=True),
         fixed("attention_bias", True, written=True),
         implied(quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"),
-        implied(qk_layernorm=False, hidden_dropout=0.0),
+        implied(hidden_dropout=0.0),
     ),
     ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
 )
@@ -323,7 +317,7 @@ _DEEPSEEK_RULES = (
     # The norms within attention have this epsilon whatever the field says.
     fixed("rms_norm_eps", 1e-6, written=True),
     implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
-    implied(qk_layernorm=True, window_size=None, moe_router_dtype="fp32"),
+    implied(qk_layernorm=True, moe_router_dtype="fp32"),
     rope(),
     NO_GROUPS,
     nullable("q_lora_rank", 1536),
@@ -391,7 +385,7 @@ GPT2 = Family(
         copied("attention_dropout", "attn_pdrop", default=0.1),
         copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.1, write_all=True),
         *always(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
-        implied(position_embedding_type="learned_absolute", embedding_layernorm=False),
+        implied(position_embedding_type="learned_absolute"),
     ),
     layers="transformer.h.",
 )

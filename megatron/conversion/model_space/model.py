@@ -126,10 +126,9 @@ def is_trained(key: str) -> bool:
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:
-    """The arguments whose defaults follow from others, as the model has them."""
-    values = {field.name: getattr(config, field.name) for field in deciding_fields() if field.default is None}
-    derived = {name: value for name, value in values.items() if value is not None}
-    return derived | {"group_query_attention": config.query_groups != config.num_attention_heads}
+    """Every argument that decides the model, as it has it: also those that the files do not mention."""
+    values = {field.name: getattr(config, field.name) for field in deciding_fields()}
+    return values | {"group_query_attention": config.query_groups != config.num_attention_heads}
 
 
 def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
