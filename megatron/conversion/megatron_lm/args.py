@@ -18,8 +18,7 @@ import torch
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, in_memory, load_common, safe_open
-from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
+from megatron.core.dist_checkpointing import CheckpointError, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -110,11 +109,6 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: num_experts is {args['num_experts']}, but must be a whole number")
     refuse_unsupported_model(args, where)
     return args
-
-
-def read_common(directory: Path, verify: bool = False) -> dict[str, Any]:
-    """What stands beside the tensors of a torch_dist directory; {} if it has no `common.pt`."""
-    return COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
 
 
 def _plain(value: Any) -> Any:

@@ -12,14 +12,14 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.formats import is_extra_state
+from megatron.conversion.formats import Hints, is_extra_state
 from megatron.conversion.megatron_lm.args import (
     ASKED_FOR,
     arguments,
@@ -46,6 +46,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.pieces import ReadFlat, region_of_flat
 from megatron.conversion.model_space.source import (
+    COMMON,
     OPTIMIZER_STATES,
     WORD_EMBEDDINGS,
     Progress,
@@ -65,6 +66,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
+from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.schema import COUNT, SHAPE, mapping, number, optional, record
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
@@ -73,6 +75,7 @@ _NAMES = {"fp32_param": "param"}  # of states, where they differ
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
+Buckets = dict[tuple[int, int, int, int, str], str]  # optimizer, rank, chunk, number, state -> key
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
 _ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
@@ -83,6 +86,18 @@ def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict
     """What stands beside the tensors: `common.pt`, or an object in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
     return reader.read_object(_COMMON_STATE) if not common and _COMMON_STATE in reader.metadata.objects else common
+
+
+def open_torch_dist(directory: Path, hints: Hints) -> Source:
+    """What a run here saved is presented as it is, if that is asked for, and all else in model space."""
+    if hints.as_saved:
+        common = COMMON(load_common(directory, verify=hints.verify), str(directory / COMMON_FILE))
+        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
+            run = RunCheckpoint(directory, common, hints.verify)
+            # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
+            if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
+                return run
+    return TorchDistSource(directory, hints.optimizer, hints.verify)
 
 
 def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
@@ -114,11 +129,15 @@ class TorchDistSource:
         self._num_layers = int(self.args["num_layers"])
         self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
         if optimizer:
-            refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
-        wanted = [key for key in stored.tensors if optimizer or not key.startswith(("optimizer.", "chained_"))]
-        buckets = {_bucket_of(key): key for key in wanted if _BUCKET.fullmatch(key)}
-        for key in wanted:
-            if not _BUCKET.fullmatch(key):
+            states = [match[5] for match in map(_BUCKET.fullmatch, stored.tensors) if match]
+            states += [_NAMES.get(match[1], match[1]) for match in map(_STATE.fullmatch, stored.tensors) if match]
+            refuse_unknown_optimizer(self.args, states, self.description)
+        buckets: Buckets = {}
+        for key in stored.tensors:
+            if optimizer and (match := _BUCKET.fullmatch(key)):
+                place = (int(match[1] or 0), int(match[2]), int(match[3]), int(match[4]), match[5])
+                buckets[place] = key
+            elif optimizer or not key.startswith(("optimizer.", "chained_")):
                 self._add(key)
         # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = vocabulary_rows(self._table.tensors, str(directory))
@@ -183,7 +202,7 @@ class TorchDistSource:
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
             self._table.add(target, TensorInfo(shape, stored.dtype), offset, extent, region)
 
-    def _add_buckets(self, buckets: dict[tuple[int, int, int, int, str], str]) -> None:
+    def _add_buckets(self, buckets: Buckets) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
         layout = Layout.from_args(self.args)
         apart = layout.parallel.ep_size > 1  # experts have an optimizer of their own
@@ -201,7 +220,7 @@ class TorchDistSource:
 
     def _add_chunk(
         self,
-        buckets: dict[tuple[int, int, int, int, str], str],
+        buckets: Buckets,
         place: tuple[int, int, int],
         parameters: list[LocalParameter],
         where: str,
@@ -247,24 +266,6 @@ class TorchDistSource:
         self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
         check_optimizer_complete(self.tensors, str(directory))
-
-
-def _bucket_of(key: str) -> tuple[int, int, int, int, str]:
-    """Optimizer, rank, chunk and number of a bucket, and which state it holds."""
-    match = _BUCKET.fullmatch(key)
-    assert match is not None
-    return int(match[1] or 0), int(match[2]), int(match[3]), int(match[4]), match[5]
-
-
-def _states(keys: Iterable[str]) -> set[str]:
-    """Names of the optimizer states among stored keys."""
-    found: set[str] = set()
-    for key in keys:
-        if match := _BUCKET.fullmatch(key):
-            found.add(match[5])
-        elif match := _STATE.fullmatch(key):
-            found.add(_NAMES.get(match[1], match[1]))
-    return found
 
 
 def _is_known_object(key: str) -> bool:
