@@ -47,17 +47,8 @@ from megatron.conversion.model_space.source import (
     scalar,
 )
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    SHAPE,
-    anything,
-    mapping,
-    optional,
-    record,
-    refuse,
-    sequence,
-)
-from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.schema import COUNT, anything, mapping, record, sequence
 
 
 @dataclass(frozen=True)
@@ -207,7 +198,7 @@ class LegacySource:
         if "state" not in inner:
             return
         _NUMBERED(inner, f"{where}: optimizer")
-        main = optional(sequence(sequence(_tensor)))(
+        main = schema.optional(sequence(sequence(_tensor)))(
             optimizer.get("fp32_from_fp16_params"), f"{where}: optimizer: fp32_from_fp16_params"
         )
         states = inner["state"]
@@ -234,7 +225,7 @@ class LegacySource:
 
 
 def _tensor(value: Any, where: str) -> Stored:
-    return value if isinstance(value, Stored) else refuse(where, value, "a tensor")
+    return value if isinstance(value, Stored) else schema.refuse(where, value, "a tensor")
 
 
 _BUFFER = record({"numel_unpadded": COUNT, "param": _tensor})
@@ -255,7 +246,7 @@ def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:
     """The weights of every chunk."""
     chunks = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
     names = ["model"] if "model" in content else chunks
-    return [mapping(anything, keys=check_key)(content[name], f"{where}: {name}") for name in names]
+    return [mapping(anything, keys=schema.key)(content[name], f"{where}: {name}") for name in names]
 
 
 def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
@@ -268,7 +259,11 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
         )
     where = f"{folder / MODEL_FILE}: {WORD_EMBEDDINGS}"
     embedding = _tensor(models[0][WORD_EMBEDDINGS], where)
-    return SHAPE(tuple(embedding.shape), where)[0] if embedding.shape else refuse(where, embedding, "a matrix")
+    return (
+        schema.SHAPE(tuple(embedding.shape), where)[0]
+        if embedding.shape
+        else schema.refuse(where, embedding, "a matrix")
+    )
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import operator
 import re
@@ -212,7 +213,11 @@ class TorchDistSource:
                 parameters = in_modules(parameters, self.args, tp)
                 dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
                 self._add_chunk(buckets, (0, group, chunk), dense, where)
-        for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
+        # Every rank of the experts' grid but their replicas, ETP fastest.
+        grid = itertools.product(
+            *map(range, (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size))
+        )
+        for group, (pp, ep, etp) in enumerate(grid if apart else ()):
             where = f"{self.description}, expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, 0, pp, expert_rank=(etp, ep))):
                 self._add_chunk(buckets, (1, group, chunk), [p for p in parameters if p.info.expert], where)

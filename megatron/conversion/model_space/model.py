@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,12 +241,6 @@ class Layout:
         """(tp, pp) of every model-parallel rank, TP fastest."""
         return [(tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)]
 
-    @property
-    def expert_ranks(self) -> list[tuple[int, int, int]]:
-        """(etp, ep, pp) of every rank of the experts' grid but their replicas, ETP fastest."""
-        sizes = (self.parallel.pp_size, self.parallel.ep_size, self.parallel.etp_size)
-        return [(etp, ep, pp) for pp, ep, etp in itertools.product(*map(range, sizes))]
-
 
 @dataclass(frozen=True)
 class LocalBox:
@@ -377,7 +370,7 @@ def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp
     These have the norm before attention in front of linear_proj, those within latent attention behind its projections,
     and what its queries, keys and values come from split over TP, too.
     """
-    if has_fused_norms(args):
+    if args.get("transformer_impl", "transformer_engine") != "local":
         return list(parameters)
     tp_size = args.get("tensor_model_parallel_size") or 1
     renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
@@ -407,11 +400,6 @@ def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParamet
     return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
 
 
-def has_fused_norms(args: Mapping[str, Any]) -> bool:
-    """Whether a run of Megatron-LM with these arguments used Transformer Engine's modules, its default."""
-    return args.get("transformer_impl", "transformer_engine") != "local"
-
-
 @dataclass(frozen=True)
 class RankLoad:
     """What one model-parallel rank holds of a checkpoint. Bytes are as stored."""
@@ -420,9 +408,11 @@ class RankLoad:
     pp: int
     layers: tuple[range, ...]  # global numbers, by chunk
     parameters: int  # elements, padding of the vocabulary left out
-    weight_bytes: int
-    optimizer_bytes: int  # of the whole rank: its replicas share them with the distributed optimizer
-    parts: dict[str, dict[str, int]]  # these bytes by part of the model and kind
+    parts: dict[str, dict[str, int]]  # bytes of weights and optimizer, by part of the model
+
+    def nbytes(self, kind: str) -> int:
+        """Of the optimizer those of the whole rank: its replicas share them with the distributed optimizer."""
+        return sum(part[kind] for part in self.parts.values())
 
 
 def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
@@ -435,18 +425,14 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     for tp, pp in layout.ranks:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
         check_parameters(source.tensors, {p.key: p.global_shape for p in parameters}, source.description)
-        numels: Counter[str] = Counter()  # an expert is a part of its key
-        for parameter in parameters:
-            numels[parameter.key] += sum(math.prod(box.shape) for box in parameter.boxes)
         parts: dict[str, dict[str, int]] = {}
-        for key, numel in numels.items():
-            part = parts.setdefault(part_of(key), {"weights": 0, "optimizer": 0})
-            for stored in (key, *(optimizer_key(state, key) for state in OPTIMIZER_STATES)):
-                if stored in source.tensors:
-                    kind = "weights" if stored == key else "optimizer"
-                    part[kind] += numel * source.tensors[stored].dtype.itemsize
-        weights, optimizer = (sum(part[kind] for part in parts.values()) for kind in ("weights", "optimizer"))
-        plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels.values()), weights, optimizer, parts))
+        numels = [sum(math.prod(box.shape) for box in parameter.boxes) for parameter in parameters]
+        for parameter, numel in zip(parameters, numels, strict=True):
+            part = parts.setdefault(part_of(parameter.key), {"weights": 0, "optimizer": 0})
+            part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
+            states = [source.tensors.get(optimizer_key(state, parameter.key)) for state in OPTIMIZER_STATES]
+            part["optimizer"] += sum(numel * state.dtype.itemsize for state in states if state is not None)
+        plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels), parts))
     return plans
 
 

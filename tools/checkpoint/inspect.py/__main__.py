@@ -368,8 +368,8 @@ def plan(args: argparse.Namespace) -> int:
             "pp": rank.pp,
             "layers": [[chunk.start, chunk.stop] for chunk in rank.layers],
             "parameters": rank.parameters,
-            "weight_bytes": rank.weight_bytes,
-            "optimizer_bytes": -(-rank.optimizer_bytes // args.data_parallel_size),
+            "weight_bytes": rank.nbytes("weights"),
+            "optimizer_bytes": -(-rank.nbytes("optimizer") // args.data_parallel_size),
         }
         for rank in ranks
     ]
