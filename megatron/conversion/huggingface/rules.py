@@ -9,18 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    Check,
-    anything,
-    boolean,
-    number,
-    optional,
-    record,
-    sequence,
-    shown,
-    text,
-)
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.schema import COUNT, Check, boolean, number, optional, record, text
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 Json = dict[str, Any]
@@ -41,7 +31,7 @@ class Rule(NamedTuple):
 
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:
-    return ValueError(f"config.json: {field} = {shown(value)} is not supported, only {wanted}")
+    return ValueError(f"config.json: {field} = {schema.shown(value)} is not supported, only {wanted}")
 
 
 REQUIRED = object()  # a field without a default: it defines the model
@@ -82,7 +72,7 @@ def fixed(field: str, *values: Any, written: bool = False) -> Rule:
             raise unsupported(field, hf[field], f"{values[0]!r} is")
         return {}
 
-    return Rule({field: anything}, read, lambda config: {field: values[0]} if written else {})
+    return Rule({field: schema.anything}, read, lambda config: {field: values[0]} if written else {})
 
 
 def always(**fields: Any) -> list[Rule]:
@@ -156,70 +146,57 @@ def _write_expert_layers(config: TransformerConfig) -> Json:
 
 
 EXPERT_LAYERS = Rule(
-    {"decoder_sparse_step": COUNT, "mlp_only_layers": sequence(COUNT, 10_000)},
+    {"decoder_sparse_step": COUNT, "mlp_only_layers": schema.sequence(COUNT, 10_000)},
     _read_expert_layers,
     _write_expert_layers,
 )
 
 
-def _deepseek_experts(usual: Json, best: int, grouped: Callable[[Json], bool]) -> Rule:
+_USUAL = ("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
+
+
+def _deepseek_experts(methods: Sequence[str], best: int, *usual: float | None) -> Rule:
     """Dense layers come first; groups are ranked by their `best` best scores; experts are shared in multiples of one.
 
-    `usual` is what missing fields mean; null is none. `grouped` says whether the experts come from few of the groups.
+    The last of `methods` takes the experts from few of the groups; the first is what a missing `topk_method` means, as
+    `usual` says for the other fields. Null is none.
     """
+    fields = dict(zip(_USUAL, usual, strict=True))
 
     def read(hf: Json, args: Json) -> Json:
-        told, layers, width = usual | hf, args["num_layers"], args["moe_ffn_hidden_size"]
-        first = told["first_k_dense_replace"] or 0
+        told, layers, width = fields | hf, args["num_layers"], args["moe_ffn_hidden_size"]
+        method, first = hf.get("topk_method") or methods[0], told["first_k_dense_replace"] or 0
+        if method not in methods:
+            raise unsupported("topk_method", method, f"{' and '.join(methods)} {'are' if methods[1:] else 'is'}")
         if first > layers:
             raise unsupported("first_k_dense_replace", first, f"at most num_hidden_layers = {layers} is")
-        groups, taken = (told["n_group"], told["topk_group"]) if grouped(told) else (None, None)
+        # The method decides, whatever the number of groups.
+        grouped = method == methods[-1] and (told["n_group"] or 1) > 1
         return {
             "moe_layer_freq": [0] * first + [1] * (layers - first) if first else 1,
-            "moe_router_num_groups": groups,
-            "moe_router_group_topk": taken,
-            "moe_router_group_score_topk": best if groups else None,
+            "moe_router_num_groups": told["n_group"] if grouped else None,
+            "moe_router_group_topk": told["topk_group"] if grouped else None,
+            "moe_router_group_score_topk": best if grouped else None,
             "moe_shared_expert_intermediate_size": (told["n_shared_experts"] or 0) * width,
             "moe_router_topk_scaling_factor": float(told["routed_scaling_factor"] or 1.0),
         }
 
-    return Rule(dict.fromkeys(usual, COUNT) | {"routed_scaling_factor": number()}, read, _write_deepseek_experts)
+    def write(config: TransformerConfig) -> Json:
+        return {
+            "topk_method": methods[-1] if config.moe_router_num_groups else methods[0],
+            "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
+            "n_group": config.moe_router_num_groups or 1,
+            "topk_group": config.moe_router_group_topk or 1,
+            "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1),
+            "routed_scaling_factor": config.topk_scaling_factor,
+        }
+
+    checks: dict[str, Check | str] = {**dict.fromkeys(fields, COUNT), "routed_scaling_factor": number()}
+    return Rule(checks | {"topk_method": _TEXT}, read, write)
 
 
-def _write_deepseek_experts(config: TransformerConfig) -> Json:
-    return {
-        "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
-        "n_group": config.moe_router_num_groups or 1,
-        "topk_group": config.moe_router_group_topk or 1,
-        "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // (config.moe_ffn_hidden_size or 1),
-        "routed_scaling_factor": config.topk_scaling_factor,
-    }
-
-
-_METHODS = ("greedy", "group_limited_greedy")  # of DeepSeek-V2
-
-
-def _has_groups(hf: Json) -> bool:
-    return (hf["n_group"] or 1) > 1
-
-
-def _read_method(hf: Json, args: Json) -> Json:
-    if hf.get("topk_method") not in (None, *_METHODS):
-        raise unsupported("topk_method", hf["topk_method"], f"{' and '.join(_METHODS)} are")
-    return {}
-
-
-_USUAL = ("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
-DEEPSEEK_V2_EXPERTS = (
-    Rule({"topk_method": _TEXT}, _read_method, lambda c: {"topk_method": _METHODS[bool(c.moe_router_num_groups)]}),
-    # The method decides, whatever the number of groups.
-    _deepseek_experts(
-        dict(zip(_USUAL, (0, None, None, 2, 1.0), strict=True)),
-        1,
-        lambda hf: hf.get("topk_method") == _METHODS[1] and _has_groups(hf),
-    ),
-)
-DEEPSEEK_V3_EXPERTS = (_deepseek_experts(dict(zip(_USUAL, (3, 8, 4, 1, 2.5), strict=True)), 2, _has_groups),)
+DEEPSEEK_V2_EXPERTS = _deepseek_experts(("greedy", "group_limited_greedy"), 1, 0, None, None, 2, 1.0)
+DEEPSEEK_V3_EXPERTS = _deepseek_experts(("noaux_tc",), 2, 3, 8, 4, 1, 2.5)
 
 
 def _read_precision(hf: Json, args: Json) -> Json:
@@ -331,7 +308,7 @@ def rope(base: float = 10000.0, usual: Json | None = None, partial: bool = False
         partly = not scaling.get("mscale_all_dim") and scaling.get("mscale", 1.0) != 1.0
         partly = partly or ("mscale" in scaling) != ("mscale_all_dim" in scaling) or scaling.get("mscale") == 0
         if partly or not set(scaling) <= set(_SCALINGS[kind]):
-            raise ValueError(f"config.json: rope type {kind!r} with {shown(sorted(scaling))} is not understood")
+            raise ValueError(f"config.json: rope type {kind!r} with {schema.shown(sorted(scaling))} is not understood")
         if fraction != 1.0 and not partial:
             raise unsupported("partial_rotary_factor", fraction, "1.0 is")
         result = {"rotary_base": float(theta), "use_rope_scaling": kind == "llama3"}
@@ -396,7 +373,7 @@ TWO_ROPES = Rule(
     },
 )
 
-_LAYER_TYPES = {"layer_types": sequence(_TEXT, 10**5)}
+_LAYER_TYPES = {"layer_types": schema.sequence(_TEXT, 10**5)}
 _KINDS = ("full_attention", "sliding_attention")
 
 

@@ -259,11 +259,8 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
         )
     where = f"{folder / MODEL_FILE}: {WORD_EMBEDDINGS}"
     embedding = _tensor(models[0][WORD_EMBEDDINGS], where)
-    return (
-        schema.SHAPE(tuple(embedding.shape), where)[0]
-        if embedding.shape
-        else schema.refuse(where, embedding, "a matrix")
-    )
+    shape = schema.SHAPE(tuple(embedding.shape), where)
+    return shape[0] if shape else schema.refuse(where, embedding, "a matrix")
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:

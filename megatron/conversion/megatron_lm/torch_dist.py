@@ -214,9 +214,8 @@ class TorchDistSource:
                 dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
                 self._add_chunk(buckets, (0, group, chunk), dense, where)
         # Every rank of the experts' grid but their replicas, ETP fastest.
-        grid = itertools.product(
-            *map(range, (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size))
-        )
+        sizes = (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size)
+        grid = itertools.product(*map(range, sizes))
         for group, (pp, ep, etp) in enumerate(grid if apart else ()):
             where = f"{self.description}, expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {pp}"
             for chunk, parameters in enumerate(rank_parameters(self.config, layout, 0, pp, expert_rank=(etp, ep))):
