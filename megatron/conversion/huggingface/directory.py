@@ -94,21 +94,22 @@ def open_sidecar(directory: Path) -> Sidecar | None:
     return Sidecar(_with_tuples(state["args"]), training, tensors)
 
 
-def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str, tuple[str, TensorInfo]]:
-    """Sidecar key -> (key to read, how to store it), for the model's parameters.
+def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Outgoing]:
+    """The optimizer state of the model's parameters, under their keys.
 
     Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
     the exported weights may be rounded.
     """
     states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
-    tensors = {}
+    tensors = []
     for parameter, shape in parameters.items():
         for state in states if is_trained(parameter) else ():
             key = optimizer_key(state, parameter)
             read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
                 raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
-            tensors[key] = (read, TensorInfo(shape, torch.float32))
+            part = StoredParameter(key, (), shape, (key,), as_is(shape[0]))
+            tensors.append(Outgoing(source, read, part, torch.float32))
     return tensors
 
 
@@ -317,23 +318,20 @@ def write_huggingface(
     family = choose_family(config, source.args.get("hf_model_type"))
     places = _places(family, config, lambda name: False)
     _check_complete(source, config, places)
-    optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
+    optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else []
 
     make_empty_directory(directory)
     limits = (options.max_shard_size, options.workers, progress)
     # Weights come from the fp32 main parameters where there are some, and are cast only once.
-    keys = [full_precision_key(place.key, source.tensors) for place in places]
-    dtypes = [config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype for place in places]
-    weights = [Outgoing(source, *what) for what in zip(keys, places, dtypes, strict=True)]
+    weights = []
+    for place in places:
+        dtype = config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype
+        weights.append(Outgoing(source, full_precision_key(place.key, source.tensors), place, dtype))
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
-        states = [
-            Outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
-            for key, (read, info) in optimizer.items()
-        ]
         folder = directory / DIRECTORY
         folder.mkdir()
-        write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
+        write_state(folder, source, write_weight_files(folder, "optimizer", optimizer, *limits))
     tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
