@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ _IN_EMBEDDING = {
     "embedding.position_embeddings.": "position_embeddings.",
     "embedding.word_embeddings_layernorm.": "word_embeddings.norm.",
 }
+_FINAL_NORM, _HEAD = "decoder.final_layernorm.", "output_layer.weight"
 _KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
 
 
@@ -75,19 +76,18 @@ class Style(NamedTuple):
     final_norm: str = "{n}."
     head: str = "{n}.lm_head.weight"
 
-    def of(self, key: str, config: TransformerConfig) -> str:
+    def of(self, key: str, num_layers: int, tied: bool) -> str:
         """The universal name of model-space `key`; raises ValueError for a tensor that these programs do not have."""
-        end = self.first_layer + config.num_layers + self.gap
-        tied = not config.untie_embeddings_and_output_weights
+        end = self.first_layer + num_layers + self.gap
         match = _KEY.fullmatch(key)
         number, module, kind = match.groups() if match else (None, key, "")
         if number is not None and module in _IN_LAYER:
             return self.layer.format(n=self.first_layer + int(number)) + _IN_LAYER[module] + kind
         if module in _IN_EMBEDDING:
             return (self.tied_embedding if tied else self.untied_embedding) + _IN_EMBEDDING[module] + kind
-        if module == "decoder.final_layernorm.":
+        if module == _FINAL_NORM:
             return self.final_norm.format(n=end) + kind
-        if module == "output_layer.":
+        if key == _HEAD:
             return self.head.format(n=end + 1)
         raise ValueError(f"DeepSpeed universal checkpoints have no place for {key}")
 
@@ -106,50 +106,34 @@ STYLES = {
     ),
 }
 
-_LAYER = re.compile(r"(?:language_model\.encoder\.layers\.)?(\d+)\.((?:\w+\.)*?(?:\w+\.))(weight|bias)")
-_EMBEDDING = re.compile(
-    r"(?:tied_modules\.embed|\d+|language_model\.embedding)\."
-    r"(word_embeddings\.|position_embeddings\.|word_embeddings\.norm\.)(weight|bias)"
-)
-_FINAL_NORM = re.compile(r"(?:\d+|language_model\.encoder\.final_layernorm)\.(weight|bias)")
-_HEAD = re.compile(r"(?:\d+\.lm_head|language_model\.output_layer)\.weight")
+_FIRST_NORM = re.compile(r"(?:language_model\.encoder\.layers\.)?(\d+)\.input_layernorm\.weight")
 
 
-def model_space_names(names: Iterable[str], description: str) -> dict[str, str]:
+def model_space_names(names: Sequence[str], description: str) -> dict[str, str]:
     """Model-space key -> universal name; layers are counted from the smallest number that has an input norm.
 
     Raises ValueError for names of another kind of model, or layers with gaps.
     """
-    names = list(names)
-    layers = {int(m[1]) for m in map(_LAYER.fullmatch, names) if m and m[2] == "input_layernorm."}
+    plain = {name: name.removeprefix("module.") for name in names}
+    layers = {int(match[1]) for match in map(_FIRST_NORM.fullmatch, plain.values()) if match}
     if not layers:
         raise ValueError(f"{description} has no layers with the names of Megatron-DeepSpeed (N.input_layernorm.weight)")
     first = min(layers)
     if layers != set(range(first, first + len(layers))):
         raise ValueError(f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete")
-    keys = {name: _model_space_name(name.removeprefix("module."), first) for name in names}
-    unknown = [name for name, key in keys.items() if key is None]
+    modules = [f"decoder.layers.{number}.{module}" for number in range(len(layers)) for module in _IN_LAYER]
+    keys = [module + kind for module in (*modules, *_IN_EMBEDDING, _FINAL_NORM) for kind in ("weight", "bias")]
+    keys.append(_HEAD)
+    styles = [style._replace(first_layer=first) for style in STYLES.values()]
+    known = {s.of(key, len(layers), tied): key for s in styles for tied in (True, False) for key in keys}
+    unknown = [name for name in names if plain[name] not in known]
     if unknown:
         raise ValueError(f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported here")
-    found = {key: name for name, key in keys.items() if key is not None}
-    if len(found) < len(keys):
-        twice = [name for name, key in keys.items() if key is not None and found[key] != name]
+    found = {known[plain[name]]: name for name in names}
+    if len(found) < len(names):
+        twice = [name for name in names if found[known[plain[name]]] != name]
         raise ValueError(f"{description}: {', '.join(twice)} and other names are the same parameters of a GPT")
     return found
-
-
-def _model_space_name(name: str, first_layer: int) -> str | None:
-    in_layer, in_embedding = ({name: ours for ours, name in table.items()} for table in (_IN_LAYER, _IN_EMBEDDING))
-    if match := _EMBEDDING.fullmatch(name):
-        return in_embedding[match[1]] + match[2]
-    if _HEAD.fullmatch(name):
-        return "output_layer.weight"
-    if match := _FINAL_NORM.fullmatch(name):
-        return f"decoder.final_layernorm.{match[1]}"
-    match = _LAYER.fullmatch(name)
-    if match and match[2] in in_layer:
-        return f"decoder.layers.{int(match[1]) - first_layer}.{in_layer[match[2]]}{match[3]}"
-    return None
 
 
 _VOCABULARY = record({"original_vocab_size?": optional(SIZE)})

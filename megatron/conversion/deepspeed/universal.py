@@ -221,7 +221,8 @@ def write_universal(
     """
     options = options or Options()
     writer = _UniversalWriter(source, options)
-    names = {key: STYLES[writer.style].of(key, writer.config) for key in writer.parameters}
+    layers, tied = writer.config.num_layers, not writer.config.untie_embeddings_and_output_weights
+    names = {key: STYLES[writer.style].of(key, layers, tied) for key in writer.parameters}
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
