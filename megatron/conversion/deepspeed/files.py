@@ -37,11 +37,12 @@ from megatron.conversion.model_space.source import (
     TrainingState,
     namespace,
     plain_args,
+    refuse_other_models,
     scalar,
 )
 from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import COUNT, number, optional, record, sequence, shown
+from megatron.core.dist_checkpointing.format.schema import COUNT, number, optional, record, sequence
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -243,12 +244,12 @@ class UniversalFiles:
         return (self.state.get("global_steps") or 0) - (self.state.get("skipped_steps") or 0)
 
 
-# Their argument -> the only value that our model can express.
+# Their argument -> the only values that our model can express.
 _REQUIRED = {
-    "apply_residual_connection_post_layernorm": False,
-    "glu_activation": None,
-    "num_experts": [1],
-    "onnx_safe": None,
+    "apply_residual_connection_post_layernorm": (False, None),
+    "glu_activation": (None,),
+    "num_experts": ([1], None),
+    "onnx_safe": (None,),
 }
 # The change of Megatron-DeepSpeed that brought blocks of q, k and v also brought this option.
 BLOCKS_MARK = "ds_sequence_parallel_fpdt"
@@ -265,11 +266,7 @@ _BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
 
 def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     """Their arguments under our names; values that are not plain data are left out."""
-    for name, value in _REQUIRED.items():
-        if namespace.get(name, value) not in (value, None):
-            raise ValueError(
-                f"{description} was trained with {name} = {shown(namespace[name])}, which is not supported"
-            )
+    refuse_other_models(namespace, _REQUIRED, description)
     args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
     args["num_experts"] = None  # their [1] is Megatron-LM's None
     args["position_embedding_type"] = _position_type(namespace)

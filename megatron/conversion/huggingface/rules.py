@@ -155,7 +155,7 @@ EXPERT_LAYERS = Rule(
 _USUAL = ("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
 
 
-def _deepseek_experts(methods: Sequence[str], best: int, *usual: float | None) -> Rule:
+def _deepseek_experts(methods: Sequence[str], best: int, *usual: Any) -> Rule:
     """Dense layers come first; groups are ranked by their `best` best scores; experts are shared in multiples of one.
 
     The last of `methods` takes the experts from few of the groups; the first is what a missing `topk_method` means, as

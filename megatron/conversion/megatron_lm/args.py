@@ -17,7 +17,7 @@ import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import archive_faults
-from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
+from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
@@ -107,7 +107,7 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         args["window_size"] = tuple(args["window_size"])
     if isinstance(args.get("num_experts"), list | tuple):
         raise CheckpointError(f"{where}: num_experts is {args['num_experts']}, but must be a whole number")
-    refuse_unsupported_model(args, where)
+    refuse_other_models(args, _MODEL, where)
     return args
 
 
@@ -199,8 +199,7 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     return in_memory(dict(scaler or {})) or None
 
 
-# Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
-# Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
+# Argument -> the values with which a run is the model that we know; None stands for "not given".
 _MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -217,14 +216,6 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (None,),
     "mtp_num_layers": (None, 0),
 }
-
-
-def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError that names every argument with which the run was another kind of model."""
-    wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
-    if wrong:
-        listed = ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong)
-        raise ValueError(f"{where} is of a model that is not supported here: {listed}")
 
 
 _MODEL_PARALLEL, _EXPERT_PARALLEL, _PER_STAGE = 2718, 1024, 100  # how Megatron-LM spreads one seed over its ranks

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.conversion.model_space.source import plain_args, scalar
+from megatron.conversion.model_space.source import plain_args, refuse_other_models, scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
-from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, shown, text
+from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, text
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ def _counters(path: Path) -> dict[str, Any]:
 
 
 def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    wrong = [f"{name}: {shown(model[name])}" for name, known in _REQUIRED.items() if model.get(name) not in known]
-    if wrong:
-        raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
+    refuse_other_models(model, _REQUIRED, where)
     # Of nested values these alone count: aliases of YAML could make others endless.
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
     flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}

@@ -177,6 +177,16 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
+def refuse_other_models(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raises ValueError that names every argument with which a run was of another kind of model than ours.
+
+    `known` has the values of our models: compared with ==, 0, 0.0 and False are one. A missing argument is fine.
+    """
+    wrong = [f"{name} = {schema.shown(args[name])}" for name in known if name in args and args[name] not in known[name]]
+    if wrong:
+        raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
+
+
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
 SGD = ("param", "momentum_buffer")
