@@ -117,7 +117,7 @@ def _optimizer(value: Any, where: str) -> Any:
     return value
 
 
-_OPTIMIZER = record(
+_OPTIMIZER: Check = record(
     {
         "param_groups?": sequence(PARAM_GROUP),
         "optimizer?": optional(lambda value, where: _OPTIMIZER(value, where)),
