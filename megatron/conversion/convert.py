@@ -49,9 +49,9 @@ _VERIFY_BYTES = 64 << 20
 
 READERS: dict[str, Callable[[Path, Hints], Source]] = {
     "torch_dist": open_torch_dist,
-    "legacy": lambda directory, hints: LegacySource(directory, hints.optimizer),
-    "hf": lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
-    "universal": lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
+    "legacy": LegacySource,
+    "hf": HuggingFaceSource,
+    "universal": UniversalSource,
 }
 
 

@@ -252,11 +252,13 @@ def is_extra_state(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user knows about a source that its files do not say."""
+    """What the user knows about a source that its files do not say, and what is wanted of it."""
 
-    args: Mapping[str, Any] = field(default_factory=dict)  # they override those in the files
+    args: Mapping[str, Any] = field(default_factory=dict)  # Megatron-LM's names; they override those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
-    qkv_layout: str | None = None  # of a universal checkpoint
+    # Of a universal checkpoint: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed
+    # since December 2024: per tensor-parallel rank all queries, keys, values). Default: what the arguments imply.
+    qkv_layout: str | None = None
     optimizer: bool = True  # False: skip its state, whatever it is
     as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
     verify: bool = False  # compare what is read with the checksums

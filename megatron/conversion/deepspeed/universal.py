@@ -27,7 +27,7 @@ from megatron.conversion.deepspeed.files import (
     write_groups,
     write_scheduler,
 )
-from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Options
+from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Hints, Options
 from megatron.conversion.model_space.model import (
     check_parameters,
     exported_config,
@@ -71,36 +71,28 @@ _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 class UniversalSource:
     """Full-precision parameters, moments and run of a universal checkpoint.
 
-    The weights of a bf16 or fp16 run are its main parameters, cast. `args` (Megatron-LM's names) were given by the
-    user: they override the files and supply what these lack; `vocab_size` is the number of tokens to keep.
-    `qkv_layout`: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed since December
-    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments imply.
+    The weights of a bf16 or fp16 run are its main parameters, cast. A `vocab_size` that is given is the number of
+    tokens to keep.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        args: Mapping[str, Any] | None = None,
-        qkv_layout: str | None = None,
-        optimizer: bool = True,
-    ) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        hints = hints or Hints()
         self._files = files = UniversalFiles(directory)
         self.description = files.description
-        given = dict(args or {})
         files.args = read_args(files.args, self.description) if files.args else {}
-        told = files.args | given
+        told = files.args | dict(hints.args)
         self.args: dict[str, Any] = _implied(files, told) | told
-        config = model_config(self.args, _vocabulary(files, given), self.description)
+        config = model_config(self.args, _vocabulary(files, hints.args), self.description)
         self.args |= resolved(config)
-        self.tensors = _tensors(files, config, optimizer)
-        blocks = self._blocks(qkv_layout, config)  # None: by query group, as the model has it
+        self.tensors = _tensors(files, config, hints.optimizer)
+        blocks = self._blocks(hints.qkv_layout, config)  # None: by query group, as the model has it
         heads = config.num_attention_heads, config.query_groups, config.head_dim
         self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
         )
-        if not optimizer:
+        if not hints.optimizer:
             self.training.param_groups = self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:

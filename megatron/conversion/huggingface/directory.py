@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.formats import Options
+from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.families import Family, choose_family, family_of
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
 from megatron.conversion.huggingface.weight_files import (
@@ -133,26 +133,19 @@ _NOT_THIS_MODELS = "is not this model's: leave it out (--no-optim) or remove it"
 class HuggingFaceSource:
     """Weights of a model of transformers; with the sidecar of an earlier export, the optimizer and the run too.
 
-    `args` (Megatron-LM's names) were given by the user: they override config.json and supply what it lacks.
-    `ignored_fields` are fields of config.json that the user knows to be harmless. Raises ValueError for a model that is
-    not supported, or files that do not fit together.
+    Raises ValueError for a model that is not supported, or files that do not fit together.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        args: Mapping[str, Any] | None = None,
-        ignored_fields: Collection[str] = (),
-        use_sidecar: bool = True,
-    ) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        hints = hints or Hints()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        given = dict(args or {})
+        given = hints.args
         hf = schema.read_json(directory / "config.json")
         try:
             family = family_of(hf)
-            self.args = family.read_config(hf, given, (*ignored_fields, _QUANTIZATION))
-            quantization = None if _QUANTIZATION in ignored_fields else hf.get(_QUANTIZATION)
+            self.args = family.read_config(hf, given, (*hints.ignored_fields, _QUANTIZATION))
+            quantization = None if _QUANTIZATION in hints.ignored_fields else hf.get(_QUANTIZATION)
             block = None if quantization is None else scaled_blocks(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
@@ -181,8 +174,8 @@ class HuggingFaceSource:
             self.args |= {"bf16": default == torch.bfloat16, "fp16": default == torch.float16}
         # What the user gave is written last: it overrides everything that the files say.
         self.args |= resolved(config) | {"hf_model_type": family.model_type}
-        self.args |= tokenizer_arguments(directory, hf) | given
-        self._sidecar = open_sidecar(directory / DIRECTORY) if use_sidecar else None
+        self.args |= tokenizer_arguments(directory, hf) | dict(given)
+        self._sidecar = open_sidecar(directory / DIRECTORY) if hints.optimizer else None
         self.training: TrainingState | None = None
         if self._sidecar is not None:
             self._add_sidecar(self._sidecar, config, given)

@@ -39,10 +39,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_scaling_factor": (None, 1.0),
     "fp32_residual_connection": (False, None),
 }
-_ACTIVATIONS = {  # function, gated -> arguments; Megatron-core's fused GELU is the tanh approximation
-    ("torch.nn.functional.silu", True): {"swiglu": True},
-    ("torch.nn.functional.gelu", False): {"swiglu": False},
-}
+# Function, gated; Megatron-core's fused GELU is the tanh approximation.
+_ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
 _TRAINING = (
     "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "sgd_momentum", "clip_grad", "global_batch_size", "micro_batch_size", "train_iters", "seed", "overlap_grad_reduce",
@@ -51,10 +49,6 @@ _TRAINING = (
 
 _TRAIN_STATE = mapping(scalar)
 _MAX_CONFIG = 4 << 20  # bytes
-
-
-def is_bridge(directory: Path) -> bool:
-    return (directory / RUN_CONFIG).is_file()
 
 
 def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +111,8 @@ def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = "gated " if gated else ""
         raise ValueError(f"{where} is of a model that is not supported here: its activation is {kind}{function}")
     approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get("approximate")
-    return _ACTIVATIONS[function, gated] | {
+    return {
+        "swiglu": gated,
         "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
         "openai_gelu": approximate == "tanh",
     }

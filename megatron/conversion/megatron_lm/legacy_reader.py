@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
+from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE, Hints
 from megatron.conversion.megatron_lm.args import (
     LegacyRank,
     arguments,
@@ -80,11 +80,10 @@ Stored = FileTensor | torch.Tensor | _GroupedExpert
 
 
 class LegacySource:
-    """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
-    over, whatever it is.
-    """
+    """One iteration directory. Tensors stay in the files until they are read."""
 
-    def __init__(self, directory: Path, optimizer: bool = True) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        optimizer = hints is None or hints.optimizer
         self.description = f"legacy checkpoint {directory}"
         first_file = first_legacy(directory)
         first = open_legacy(first_file)

@@ -31,7 +31,7 @@ from megatron.conversion.megatron_lm.args import (
     training_state,
     with_asked_for,
 )
-from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
+from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, bridge_common
 from megatron.conversion.megatron_lm.optimizer_state import PieceTable, fit_buckets, refuse_unknown_optimizer
 from megatron.conversion.model_space.model import (
     Layout,
@@ -98,7 +98,7 @@ def open_torch_dist(directory: Path, hints: Hints) -> Source:
             # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
             if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
                 return run
-    return TorchDistSource(directory, hints.optimizer, hints.verify)
+    return TorchDistSource(directory, hints)
 
 
 def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
@@ -108,11 +108,11 @@ def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
 
 class TorchDistSource:
     """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of Megatron-LM's forms:
-    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed. Without
-    `optimizer` its state is passed over, whatever it is.
+    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
     """
 
-    def __init__(self, directory: Path, optimizer: bool = True, verify: bool = False) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        optimizer, verify = (hints.optimizer, hints.verify) if hints is not None else (True, False)
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
@@ -122,7 +122,7 @@ class TorchDistSource:
                 "is not read here: save that run with --ckpt-format torch_dist"
             )
         common = stored_common(self._reader, directory, verify)
-        if "args" not in common and is_bridge(directory):
+        if "args" not in common and (directory / RUN_CONFIG).is_file():
             common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []

@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.formats import Options, formats_of, read_latest
+from megatron.conversion.formats import Hints, Options, formats_of, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
@@ -43,7 +43,7 @@ def at(root: Path) -> Path:
 
 
 def opened(root: Path, args: dict[str, Any] | None = None, qkv_layout: str | None = None) -> UniversalSource:
-    return UniversalSource(at(root), args, qkv_layout)
+    return UniversalSource(at(root), Hints(args or {}, qkv_layout=qkv_layout))
 
 
 def array(path: Path) -> torch.Tensor:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.formats import Options, is_huggingface
+from megatron.conversion.formats import Hints, Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
@@ -192,7 +192,7 @@ def test_windows(tmp_path: Path) -> None:
 
 def test_what_the_user_gives_wins(llama: Path) -> None:
     edit_config(llama, num_hidden_layers=None, logit_scale=1.0)
-    source = HuggingFaceSource(llama, {"num_layers": 1}, ignored_fields=["logit_scale"])
+    source = HuggingFaceSource(llama, Hints({"num_layers": 1}, ("logit_scale",)))
     assert source.args["num_layers"] == 1
     assert "model.layers.1.mlp.up_proj.weight" in source.unused
 
@@ -268,4 +268,4 @@ def test_other_quantized_weights_are_refused(change: Any, ignored: tuple[str, ..
     edit_weights(llama, **{name: torch.ones(48, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(3, 2)})
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
-        HuggingFaceSource(llama, ignored_fields=ignored)
+        HuggingFaceSource(llama, Hints(ignored_fields=ignored))
