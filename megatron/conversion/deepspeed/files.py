@@ -335,6 +335,7 @@ def parts_without_place(config: TransformerConfig) -> list[str]:
     parts = {
         "window_size": config.window_size is not None,
         "use_rope_scaling": config.use_rope_scaling,
+        "rope_type": config.position_embedding_type == "rope" and config.rope_type == "yarn",
         "qk_layernorm": config.qk_layernorm,
         "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
     }

@@ -354,6 +354,12 @@ def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
         assert_close(model(array(name / "input_ids.npy")).logits, array(name / "logits.npy"), atol=1e-5, rtol=0)
 
 
+def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
+    yarn = LLAMA_ARGS | {"rope_type": "yarn", "rotary_scaling_factor": 4.0}
+    lost = [write_universal(random_source(args), tmp_path / str(n)) for n, args in enumerate((LLAMA_ARGS, yarn))]
+    assert [any(note.startswith("rope_type: ") for note in notes) for notes in lost] == [False, True]
+
+
 def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     class Failing(MemorySource):
         def read(self, key, offset, shape):

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from megatron.conversion.formats import Hints, Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
+from megatron.core.transformer.transformer_config import deciding_fields
+from megatron.training.checkpoint.args import check_same_model, stored_args
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
@@ -269,3 +271,12 @@ def test_other_quantized_weights_are_refused(change: Any, ignored: tuple[str, ..
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
         HuggingFaceSource(llama, Hints(ignored_fields=ignored))
+
+
+def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:
+    """Also with what config.json has no field for: softcapping in a run that loads a Llama is other mathematics."""
+    source = HuggingFaceSource(llama)
+    assert {field.name for field in deciding_fields()} <= source.args.keys()
+    flags = source.args | {"attn_logit_softcapping": 30.0}
+    (warning,) = check_same_model(flags, stored_args(source.args), source.description)
+    assert "attn_logit_softcapping: None in the checkpoint, 30.0 now" in warning
