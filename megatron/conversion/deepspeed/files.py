@@ -90,7 +90,10 @@ class Style(NamedTuple):
             return self.final_norm.format(n=end) + kind
         if key == _HEAD:
             return self.head.format(n=end + 1)
-        raise ValueError(f"DeepSpeed universal checkpoints have no place for {key}")
+        raise ValueError(
+            f"universal checkpoints have no name for {key}, as for nothing of --num-experts, --multi-latent-attention and "
+            "norms behind a block: write torch_dist, legacy or hf"
+        )
 
 
 STYLES = {

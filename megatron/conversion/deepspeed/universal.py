@@ -237,15 +237,6 @@ class _UniversalWriter:
     def __init__(self, source: Source, options: Options) -> None:
         self.source = source
         self.config = config = exported_config(source, options.vocab_size)
-        if config.multi_latent_attention:
-            raise ValueError(
-                f"{source.description} has --multi-latent-attention: universal checkpoints have no names for its parts"
-            )
-        if config.has_experts:
-            raise ValueError(
-                f"{source.description} has --num-experts {config.experts}: universal checkpoints have no names for the "
-                "experts of a layer. Write torch_dist, legacy or hf"
-            )
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
