@@ -91,8 +91,8 @@ class Style(NamedTuple):
         if key == _HEAD:
             return self.head.format(n=end + 1)
         raise ValueError(
-            f"universal checkpoints have no name for {key}, as for nothing of --num-experts, --multi-latent-attention and "
-            "norms behind a block: write torch_dist, legacy or hf"
+            f"universal checkpoints have no name for {key}, as for nothing of --num-experts, --multi-latent-attention "
+            "and norms behind a block: write torch_dist, legacy or hf"
         )
 
 
@@ -294,23 +294,13 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
     return "learned_absolute" if namespace.get("add_position_embedding", True) else "none"
 
 
-_WITHOUT_FORM = (
-    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
-    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
-    "scale_embeddings", "window_attn_skip_freq", "softmax_type",
-)  # fmt: skip
-
-
 def write_args(
     config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
 ) -> argparse.Namespace:
     """All arguments under our names and under theirs, with the consumed samples: else their data would start over.
 
-    `blocks` of q, k and v are marked as their writers mark them. ValueError for a model that they do not have.
+    `blocks` of q, k and v are marked as their writers mark them.
     """
-    for name in _WITHOUT_FORM:
-        if getattr(config, name) not in (None, False, "pre", "vanilla"):
-            raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
     theirs: dict[str, Any] = {
         "num_key_value_heads": config.query_groups,
@@ -333,8 +323,21 @@ def write_args(
     return argparse.Namespace(**everything, **({BLOCKS_MARK: False} if blocks else {}))
 
 
+_WITHOUT_FORM = (
+    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
+    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "scale_embeddings", "window_attn_skip_freq", "softmax_type",
+)  # fmt: skip
+
+
 def parts_without_place(config: TransformerConfig) -> list[str]:
-    """What of the model their programs lack: the files hold it, but only a reader that knows it computes the same."""
+    """What of the model their programs lack: the files hold it, but only a reader that knows it computes the same.
+
+    Raises ValueError where the files have no form for it.
+    """
+    for name in _WITHOUT_FORM:
+        if getattr(config, name) not in (None, False, "pre", "vanilla"):
+            raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     parts = {
         "window_size": config.window_size is not None,
         "use_rope_scaling": config.use_rope_scaling,

@@ -215,6 +215,7 @@ def write_universal(
     writer = _UniversalWriter(source, options)
     layers, tied = writer.config.num_layers, not writer.config.untie_embeddings_and_output_weights
     names = {key: STYLES[writer.style].of(key, layers, tied) for key in writer.parameters}
+    lost = parts_without_place(writer.config)
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
@@ -228,7 +229,6 @@ def write_universal(
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
     fsync_tree(directory)
-    lost = parts_without_place(writer.config)
     lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
     return lost + (["random number state: it belongs to one layout"] if training.rng else [])
 

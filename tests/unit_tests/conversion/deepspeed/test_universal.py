@@ -360,6 +360,12 @@ def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
     assert [any(note.startswith("rope_type: ") for note in notes) for notes in lost] == [False, True]
 
 
+def test_a_model_without_form_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"):
+        write_universal(random_source(LLAMA_ARGS | {"rotary_interleaved": True}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     class Failing(MemorySource):
         def read(self, key, offset, shape):
