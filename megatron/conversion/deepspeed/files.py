@@ -336,7 +336,7 @@ def parts_without_place(config: TransformerConfig) -> list[str]:
     Raises ValueError where the files have no form for it.
     """
     for name in _WITHOUT_FORM:
-        if getattr(config, name) not in (None, False, "pre", "vanilla"):
+        if getattr(config, name) != TransformerConfig.__dataclass_fields__[name].default:
             raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
     parts = {
         "window_size": config.window_size is not None,

@@ -70,7 +70,6 @@ _CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     _BY_LAYER: True,
 }
-_NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
 class Counters(Protocol):
@@ -98,9 +97,8 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
     if unknown:
         raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
-    for theirs, ours in _NAMES.items():
-        if ours not in args and theirs in args:
-            args[ours] = args[theirs]
+    if "layernorm_epsilon" in args:
+        args.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if not args.get("group_query_attention", False):
         args["num_query_groups"] = args.get("num_attention_heads")
     if args.get("window_size") is not None:
