@@ -289,7 +289,7 @@ def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
 
 
-class LegacyRank(NamedTuple):
+class MegatronRank(NamedTuple):
     """A rank that writes a directory; with expert parallelism those that hold the first replica of their experts."""
 
     tp: int
@@ -298,7 +298,7 @@ class LegacyRank(NamedTuple):
     dense_optimizer: bool = True  # it writes the sharded optimizer of the dense layers, too
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int) -> list[LegacyRank]:
+    def of(cls, parallel: ParallelConfig, world_size: int) -> list[MegatronRank]:
         if parallel.ep_size == 1:
             return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
         world, least = world_size, least_world(parallel)
@@ -308,6 +308,11 @@ class LegacyRank(NamedTuple):
         return [
             cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first) for ps in states if ps.edp.is_first
         ]
+
+    def __str__(self) -> str:
+        etp, ep = self.expert or (self.tp, None)
+        experts = "" if ep is None else f"expert rank {ep} of "
+        return f"{experts}tensor-parallel rank {etp}, pipeline rank {self.pp}"
 
     def directory(self, parallel: ParallelConfig) -> str:
         ep = self.expert[1] if self.expert else 0

@@ -13,7 +13,7 @@ import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE, Hints
 from megatron.conversion.megatron_lm.args import (
-    LegacyRank,
+    MegatronRank,
     arguments,
     first_legacy,
     open_legacy,
@@ -24,6 +24,7 @@ from megatron.conversion.megatron_lm.args import (
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     bucket_size_of,
+    by_optimizer,
     plan_buckets,
     refuse_unknown_optimizer,
 )
@@ -89,7 +90,7 @@ class LegacySource:
         first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        writers = LegacyRank.of(layout.parallel, int(self.args.get("world_size") or 0))
+        writers = MegatronRank.of(layout.parallel, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout.parallel) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
         files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
@@ -115,8 +116,7 @@ class LegacySource:
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = open_legacy(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
-            for number, kind in enumerate(kinds):  # dense layers, then experts
-                own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
+            for kind, own in zip(kinds, by_optimizer(chunks, rank.expert is not None), strict=True):
                 if kind and any(own) and grouped:
                     raise CheckpointError(
                         f"{where}: the optimizer of experts of --moe-use-legacy-grouped-gemm is transposed like their "
@@ -234,11 +234,6 @@ _NUMBERED = record(
         "param_groups": sequence(record({"params": sequence(COUNT), "wd_mult?": scalar})),
     }
 )
-
-
-def _belongs(parameter: LocalParameter, optimizer: int, apart: bool) -> bool:
-    """To the first optimizer, of dense layers, or to the second, of experts; all to one where they are not apart."""
-    return parameter.info.trained and (not apart or parameter.info.expert == bool(optimizer))
 
 
 def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:

@@ -32,6 +32,13 @@ _SAMPLE = 256  # elements compared per piece
 ALIGNMENT = 64  # elements
 _DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
+
+def by_optimizer(chunks: Sequence[Sequence[LocalParameter]], apart: bool) -> list[list[list[LocalParameter]]]:
+    """The trained parameters of a rank's chunks by their optimizer: that of all, or of dense layers and of experts."""
+    kinds = ({False}, {True}) if apart else ({False, True},)
+    return [[[p for p in chunk if p.info.trained and p.info.expert in kind] for chunk in chunks] for kind in kinds]
+
+
 Placed = tuple["LocalParameter", int, int]  # a parameter begins in this bucket, at this element
 
 

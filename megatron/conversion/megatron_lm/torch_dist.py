@@ -23,6 +23,7 @@ import torch
 from megatron.conversion.formats import Hints, is_extra_state
 from megatron.conversion.megatron_lm.args import (
     ASKED_FOR,
+    MegatronRank,
     arguments,
     common_state,
     extra_states,
@@ -32,7 +33,12 @@ from megatron.conversion.megatron_lm.args import (
     with_asked_for,
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, bridge_common
-from megatron.conversion.megatron_lm.optimizer_state import PieceTable, fit_buckets, refuse_unknown_optimizer
+from megatron.conversion.megatron_lm.optimizer_state import (
+    PieceTable,
+    by_optimizer,
+    fit_buckets,
+    refuse_unknown_optimizer,
+)
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -207,46 +213,35 @@ class TorchDistSource:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
         layout = Layout.from_args(self.args)
         apart = layout.parallel.ep_size > 1  # experts have an optimizer of their own
-        for group, (tp, pp) in enumerate(layout.ranks):
-            where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-            for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
-                parameters = in_modules(parameters, self.args, tp)
-                dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
-                self._add_chunk(buckets, (0, group, chunk), dense, where)
+        ranks: list[tuple[int, int, MegatronRank]] = []  # optimizer, its place among those, rank
+        ranks += [(0, place, MegatronRank(*rank)) for place, rank in enumerate(layout.ranks)]
         # Every rank of the experts' grid but their replicas, ETP fastest.
         sizes = (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size)
-        grid = itertools.product(*map(range, sizes))
-        for group, (pp, ep, etp) in enumerate(grid if apart else ()):
-            where = f"{self.description}, expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {pp}"
-            for chunk, parameters in enumerate(rank_parameters(self.config, layout, 0, pp, expert_rank=(etp, ep))):
-                self._add_chunk(buckets, (1, group, chunk), [p for p in parameters if p.info.expert], where)
+        grid = itertools.product(*map(range, sizes)) if apart else ()
+        ranks += [(1, place, MegatronRank(0, pp, (etp, ep))) for place, (pp, ep, etp) in enumerate(grid)]
+        for optimizer, place, rank in ranks:
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, expert_rank=rank.expert)
+            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
+            for chunk, parameters in enumerate(by_optimizer(chunks, apart)[optimizer]):
+                if parameters:
+                    self._add_chunk(buckets, (optimizer, place, chunk), parameters, f"{self.description}, {rank}")
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
-        self,
-        buckets: Buckets,
-        place: tuple[int, int, int],
-        parameters: list[LocalParameter],
-        where: str,
+        self, buckets: Buckets, place: tuple[int, int, int], parameters: Sequence[LocalParameter], where: str
     ) -> None:
-        """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
-        if not parameters:
-            return
+        """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, rank, chunk)."""
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
             # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.
             while (*place, len(keys), state) in buckets:
                 keys.append(buckets.pop((*place, len(keys), state)))
-            self._add_buffer(state, keys, parameters, where)
-
-    def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
-        """One state of one chunk: `keys` are its buckets."""
-        stored = [self._reader.metadata.tensors[key] for key in keys]
-        if any(len(entry.shape) != 1 for entry in stored):
-            raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
-        for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
-            key, flat = optimizer_key(state, parameter.key), self._flat_reader(keys[bucket], ())
-            self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
+            stored = [self._reader.metadata.tensors[key] for key in keys]
+            if any(len(entry.shape) != 1 for entry in stored):
+                raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
+            for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
+                key, flat = optimizer_key(state, parameter.key), self._flat_reader(keys[bucket], ())
+                self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
         """Elements of the stored tensor along its last axis, at `place` on the others."""
