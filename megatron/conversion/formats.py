@@ -288,18 +288,9 @@ class Options:
     note: Callable[[str], None] = lambda text: None  # receives further lines for the user
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def parse_size(text: str | int) -> int:
     """Bytes of "5GB", "300MB", "2GiB" or a plain number; decimal units as in `transformers`."""
-    value = str(text).strip().upper()
-    digits = value.rstrip("BKMGTI ")
-    unit = value[len(digits) :].strip()
-    try:
-        size = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
-    return size
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
