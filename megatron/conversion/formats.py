@@ -291,6 +291,7 @@ class Options:
 def parse_size(text: str | int) -> int:
     """Bytes of "5GB", "300MB", "2GiB" or a plain number; decimal units as in `transformers`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
-    if match is None or float(match[1]) == 0:
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    if size <= 0:
         raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    return size
