@@ -47,8 +47,8 @@ class CoreAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
         if self.config.recomputes("core_attn") and self.training:
-            # Not by the back end's, which repeats fp8, too: of that there is nothing here, and every repetition of it in
-            # Transformer Engine ends in a reduction of all maxima, and moves their histories on.
+            # Not by the back end's, which repeats fp8, too: there is none here, and every repetition in Transformer
+            # Engine ends in a reduction of the maxima of all modules, and moves their histories on.
             context: Tensor = checkpoint(self._attend, self.rng, query, key, value, documents)
             return context
         return self._attend(query, key, value, documents)
