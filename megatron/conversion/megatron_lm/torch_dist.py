@@ -262,16 +262,12 @@ class TorchDistSource:
         check_parameters(self.tensors, wanted, str(directory))
         known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
         self.unused += sorted(set(self.tensors) - known)
-        self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
+        # Objects that carry nothing to convert, or that are read elsewhere.
+        read = ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
+        objects = [key for key in self._reader.metadata.objects if not is_extra_state(key) and not key.startswith(read)]
+        self.unused += sorted(objects)
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
         check_optimizer_complete(self.tensors, str(directory))
-
-
-def _is_known_object(key: str) -> bool:
-    """Objects that carry nothing to convert, or that are read elsewhere."""
-    return is_extra_state(key) or key.startswith(
-        ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
-    )
 
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
@@ -281,7 +277,7 @@ _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": C
 class RunCheckpoint:
     """A torch_dist directory that a run of this program saved: its keys are model space, whatever the model is.
 
-    `common` is the content of its common.pt. With `verify` all that is read is compared with the checksums.
+    `common` is the content of its common.pt.
     """
 
     def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = False) -> None:
