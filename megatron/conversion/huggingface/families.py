@@ -66,7 +66,7 @@ class Family:
     architecture: str  # the class with the language model head
     rows: Mapping[str, Row]
     rules: tuple[Rule, ...]
-    harmless: tuple[str, ...] = ()  # fields of this family that change nothing
+    harmless: str = ""  # fields of this family that change nothing
     layers: str = "model.layers."  # the names of layers begin with it
     whole_heads: bool = False  # transformers insists that heads divide hidden_size, whatever head_dim is
 
@@ -83,7 +83,7 @@ class Family:
         # A field that nobody reads may still change the model, so all must be known before any is used.
         rules = COMMON_RULES + self.rules
         checks = {field: check for rule in rules for field, check in rule.fields.items()}
-        known = HARMLESS.union(self.harmless, ignored, checks)
+        known = HARMLESS.union(self.harmless.split(), ignored, checks)
         unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
         if unknown:
             listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
@@ -167,7 +167,7 @@ PHI3 = Family(
         _NO_BIAS,
         sliding_window(None),
     ),
-    ("original_max_position_embeddings",),  # of a scaled rope
+    "original_max_position_embeddings",  # of a scaled rope
 )
 QWEN2 = Family(
     "qwen2",
@@ -209,7 +209,7 @@ _GEMMA_RULES = (
     QUERY_SCALAR,
     implied(geglu=True, norm_placement="both", apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
 )
-_OF_GEMMA = ("cache_implementation", "hidden_act")
+_OF_GEMMA = "cache_implementation hidden_act"
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -235,7 +235,7 @@ GEMMA3 = Family(
         nullable("final_logit_softcapping", None),
         implied(qk_layernorm=True),
     ),
-    (*_OF_GEMMA, "attn_logit_softcapping"),  # which its attention does not read
+    f"{_OF_GEMMA} attn_logit_softcapping",  # which its attention does not read
     whole_heads=True,
 )
 _GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -310,7 +310,7 @@ GPT_OSS = Family(
         implied(quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"),
         implied(hidden_dropout=0.0),
     ),
-    ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
+    "experts_per_token initial_context_length",  # others of the same meaning are read
 )
 _DEEPSEEK_RULES = (
     *_GATED_RMS_RULES,
@@ -328,10 +328,8 @@ _DEEPSEEK_RULES = (
     fixed("moe_layer_freq", 1),
 )
 # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
-_OF_DEEPSEEK = (
-    *("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux"),
-    *("ep_size", "auto_map"),
-)
+_OF_DEEPSEEK = """
+    head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -388,7 +386,7 @@ GPT2 = Family(
     ),
     layers="transformer.h.",
 )
-_OF_BLOOM = (
+BLOOM = (
     *("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion"),
     *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
 )
@@ -407,7 +405,8 @@ BLOOM = Family(
         # Its GELU is the tanh approximation.
         implied(position_embedding_type="alibi", embedding_layernorm=True, bias_gelu_fusion=True),
     ),
-    _OF_BLOOM,
+    """slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion skip_bias_add
+    skip_bias_add_qkv""",
     layers="transformer.h.",
 )
 FAMILIES = (
