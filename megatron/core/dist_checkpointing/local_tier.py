@@ -98,6 +98,8 @@ class LocalTier(NamedTuple):
         """A collective. With `copies` > 1 every file is on that many nodes, on ranks that are `jump` apart, by default
         the ranks of a node; with fewer nodes on fewer. Raises CheckpointError on every rank."""
         ranks = Coordination.of(None)
+        # Read again when all have written: without hard links a rank may replace what another one has read.
+        ranks.together(lambda: _node_token(root))
         token = ranks.together(lambda: _node_token(root))
         first: dict[str, int] = {}
         nodes = [first.setdefault(name, rank) for rank, name in enumerate(ranks.all_gather(token))]
