@@ -14,9 +14,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import obstore
@@ -36,14 +36,6 @@ class Version(NamedTuple):
 
     content: bytes
     e_tag: str
-
-
-class Upload(Protocol):
-    """An object that grows; it appears at `close`. One that is dropped instead never does."""
-
-    def write(self, data: bytes | memoryview) -> int: ...
-
-    def close(self) -> None: ...
 
 
 def request_deadline() -> float:
@@ -95,7 +87,7 @@ class ObjectStore:
 
     def put(self, key: str, content: bytes) -> None:
         """Whatever was there before is replaced."""
-        with self._errors(key):
+        with self.errors(key):
             self._api.put(self._store, key, content, use_multipart=False)
 
     def create(self, key: str, content: bytes) -> str:
@@ -114,7 +106,7 @@ class ObjectStore:
 
     def _put_if(self, key: str, content: bytes, mode: Any) -> str:
         try:
-            with self._errors(key):
+            with self.errors(key):
                 return str(self._api.put(self._store, key, content, mode=mode, use_multipart=False)["e_tag"])
         except ConflictError:
             # The answer to a request that succeeded may be lost; repeated, the request meets its own object. Every
@@ -126,23 +118,23 @@ class ObjectStore:
             raise
 
     def read(self, key: str) -> Version:
-        with self._errors(key):
+        with self.errors(key):
             answer = self._api.get(self._store, key)
             return Version(bytes(answer.bytes()), str(answer.meta["e_tag"]))
 
     def get_range(self, key: str, start: int, length: int) -> obstore.Bytes:
         """Fewer bytes where the object ends before."""
-        with self._errors(key):
+        with self.errors(key):
             return self._api.get_range(self._store, key, start=start, length=length)
 
     def size(self, key: str) -> int:
-        with self._errors(key):
+        with self.errors(key):
             return int(self._api.head(self._store, key)["size"])
 
     def version(self, key: str) -> str | None:
         """What `replace` needs; None if there is no such object."""
         try:
-            with self._errors(key):
+            with self.errors(key):
                 return str(self._api.head(self._store, key)["e_tag"])
         except FileNotFoundError:
             return None
@@ -150,34 +142,34 @@ class ObjectStore:
     def upload(self, key: str, size: int) -> Upload:
         """An object of `size` bytes that is sent while it is made."""
         part = max(PART_SIZE, -(-size // _MAX_PARTS))
-        with self._errors(key):
+        with self.errors(key):
             writer = self._api.open_writer(self._store, key, buffer_size=part, max_concurrency=_CONCURRENCY)
-            return _Upload(self, key, writer)
+            return Upload(self, key, writer)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """The sizes of all objects below the directory `prefix`, by key."""
-        with self._errors(prefix):
+        with self.errors(prefix):
             listed = self._api.list(self._store, prefix)
             return {item["path"]: item["size"] for chunk in listed for item in chunk}
 
     def children(self, prefix: str) -> tuple[list[str], list[str]]:
         """The directories and the objects right below `prefix`, as keys."""
-        with self._errors(prefix):
+        with self.errors(prefix):
             answer = self._api.list_with_delimiter(self._store, prefix or None)
             return list(answer["common_prefixes"]), [item["path"] for item in answer["objects"]]
 
     def delete(self, keys: list[str]) -> None:
         """Those that there are."""
         try:
-            with self._errors(keys[0] if keys else ""):
+            with self.errors(keys[0] if keys else ""):
                 self._api.delete(self._store, keys)
         except FileNotFoundError:  # Google's and Azure's stores stop at the first one that is missing
             for key in keys:
-                with contextlib.suppress(FileNotFoundError), self._errors(key):
+                with contextlib.suppress(FileNotFoundError), self.errors(key):
                     self._api.delete(self._store, key)
 
     @contextlib.contextmanager
-    def _errors(self, key: str) -> Iterator[None]:
+    def errors(self, key: str) -> Iterator[None]:
         kinds = self._api.exceptions
         where = f"{self._root}/{key}"
         try:
@@ -192,16 +184,18 @@ class ObjectStore:
             raise OSError(errno.EIO, first_line(error), where) from error
 
 
-class _Upload:
+class Upload:
+    """An object that grows; it appears at `close`. One that is dropped instead never does."""
+
     def __init__(self, store: ObjectStore, key: str, writer: Any) -> None:
-        self._store, self._key, self._writer = store, key, writer
+        self._writer, self._errors = writer, partial(store.errors, key)
 
     def write(self, data: bytes | memoryview) -> int:
-        with self._store._errors(self._key):
+        with self._errors():
             return int(self._writer.write(data))
 
     def close(self) -> None:
-        with self._store._errors(self._key):
+        with self._errors():
             self._writer.close()
 
 

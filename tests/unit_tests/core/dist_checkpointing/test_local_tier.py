@@ -28,9 +28,8 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.loading import spread_checkpoint
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
-from megatron.core.dist_checkpointing.local_tier import LocalTier, cliques
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier, cliques
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 
 ROWS = 50_000  # of rank 0, which writes 4 MB; rank 1 writes 80 bytes
 
