@@ -155,21 +155,14 @@ class LocalTier(NamedTuple):
         result = {}
         for path in (self.root / name).iterdir():
             match = _MARKER.fullmatch(path.name)
-            if match is not None and (size := _intact(path)) is not None:
-                result[int(match[1])] = int(match[2]), size
+            if match is None:
+                continue
+            with contextlib.suppress(OSError, CheckpointError):  # a marker or a file that is damaged is not held
+                content = read_regular(path)
+                sums = decode_checksums(content, str(path))
+                if all((path.parent / file).stat().st_size == size for file, (size, _) in sums.items()):
+                    result[int(match[1])] = int(match[2]), len(content)
         return result
-
-
-def _intact(marker: Path) -> int | None:
-    """The size of the marker, if it is whole and its files are there."""
-    try:
-        content = read_regular(marker)
-        sums = decode_checksums(content, str(marker))
-        if all((marker.parent / file).stat().st_size == size for file, (size, _) in sums.items()):
-            return len(content)
-    except (OSError, CheckpointError):
-        pass
-    return None
 
 
 def _node_token(root: Path) -> str:

@@ -45,11 +45,16 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.generation import Generation, SupersededError, read_lineage
+from megatron.core.dist_checkpointing.generation import (
+    GENERATION,
+    Generation,
+    SupersededError,
+    generations_in,
+    read_lineage,
+    read_owner,
+)
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite, Shard
 from megatron.core.object_storage import ConflictError, ObjectPath
-
-_PREFIX = ".generation-"
 
 
 class ObjectGeneration(Generation):
@@ -66,7 +71,7 @@ class ObjectGeneration(Generation):
         number = max([_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))])
         while True:
             number += 1
-            mine = f"{root.key}/{_PREFIX}{number:07d}"
+            mine = f"{root.key}/{GENERATION}{number:07d}"
             try:
                 root.store.create(mine, json.dumps(content).encode())
             except ConflictError:  # another start took this number
@@ -82,16 +87,16 @@ class ObjectGeneration(Generation):
             assert isinstance(directory, ObjectPath)
             if (directory / CLAIM).is_file():
                 revoke(directory, generation.check, committed=False)
-        root.store.delete([f"{root.key}/{_PREFIX}{older:07d}" for older in _numbers(root) if older < number])
+        root.store.delete([f"{root.key}/{GENERATION}{older:07d}" for older in generations_in(root) if older < number])
         return generation
 
     def is_current(self) -> bool:
-        return _newest(self.root) == self.number and _owner(self.root, self.number).get("token") == self.token
+        return _newest(self.root) == self.number and read_owner(self.directory).get("token") == self.token
 
     def check(self, cause: BaseException | None = None) -> None:
         newest = _newest(self.root)
         if newest > self.number:
-            raise self.superseded_by(newest, _owner(self.root, newest)) from cause
+            raise self.superseded_by(newest, read_owner(self.root / f"{GENERATION}{newest:07d}")) from cause
 
     def move_tracker(self, iteration: int | str) -> None:
         """A hint for other programs; ours look for the newest commit."""
@@ -285,18 +290,5 @@ def remove_objects(directory: Path) -> None:
     directory.store.delete([key for key in doomed if key.endswith(f"/{CLAIM}")])
 
 
-def _numbers(root: ObjectPath) -> list[int]:
-    names = [key.rpartition("/")[2].removeprefix(_PREFIX) for key in root.store.children(root.key)[1]]
-    return sorted(int(name) for name in names if name.isdigit())
-
-
 def _newest(root: ObjectPath) -> int:
-    return max(_numbers(root), default=0)
-
-
-def _owner(root: ObjectPath, number: int) -> dict[str, Any]:
-    try:
-        content = json.loads((root / f"{_PREFIX}{number:07d}").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return max(generations_in(root), default=0)

@@ -3,8 +3,8 @@
 * **plan** (`prepare`, or the first `save`): all ranks describe what they hold, rank 0 decides who writes what. A
   collective; kept as long as the structure stays the same.
 * **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns when that is done: call
-  it before anything changes the tensors, which is the optimizer step. Objects, `common` and `volatile` tensors are
-  copied before `save` returns. No file is touched before, and none on the training thread.
+  it before anything changes the tensors, which is the optimizer step. Objects and `common` are copied before `save`
+  returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
 * **commit**: by rank 0 when all ranks are durable (`conductor.py`, `commit.py`). No collective.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class AsyncSaver(Conductor):
     def prepare(self, state: ShardedStateDict) -> None:
         """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
         plan = self._planner.plan_for(state)
-        pinned = any(tensor.is_cuda for tensor in _tensors(state))
+        tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
+        pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
         self._thread.submit(lambda: self._slots(plan, pinned, touch=True)).result()
 
     def save(
@@ -90,7 +91,6 @@ class AsyncSaver(Conductor):
         directory: str | os.PathLike[str],
         *,
         common: dict[str, Any],
-        volatile: Collection[str] = (),
         generation: Generation | None = None,
         pending: Callable[[str], PendingCheckpoint] | None = None,
         before_writing: Callable[[], None] = lambda: None,
@@ -100,9 +100,8 @@ class AsyncSaver(Conductor):
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
 
-        `common` is stored by rank 0. `volatile` names tensors that the next forward or backward pass changes: they are
-        copied before this returns, all others until `wait_staged`. With a `generation` the checkpoint appears only as
-        long as that owns the directory of checkpoints. `pending` makes another kind of checkpoint from the save's id.
+        `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as that owns the directory
+        of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores the checkpoint in
         another form before it has its name; `beside` are small files that are added to it then; `on_commit` runs right
@@ -119,7 +118,7 @@ class AsyncSaver(Conductor):
         # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on all together.
         current.failure = CheckpointError("interrupted")
         try:
-            current.common, current.transfer = self._take_snapshot(plan, state, common, frozenset(volatile))
+            current.common, current.transfer = self._take_snapshot(plan, state, common)
             current.failure = None
         except Exception as error:
             current.failure = error
@@ -166,14 +165,14 @@ class AsyncSaver(Conductor):
         self.close()
 
     def _take_snapshot(
-        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any], volatile: frozenset[str]
+        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any]
     ) -> tuple[bytes, StageAndWrite]:
         """What must be done before `save` returns: the content of common.pt, and what brings the rest."""
         archive = common_archive(common) if self._coordination.is_coordinator else b""
         mine = set(plan.plan.objects)
         entries = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
         objects = object_file(entries, self._coordination.rank, self._workers)
-        sources = bind_sources(plan.files, state, volatile)
+        sources = bind_sources(plan.files, state)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
             self._stream = stream = self._stream or torch.cuda.Stream()
@@ -192,10 +191,6 @@ class AsyncSaver(Conductor):
             if touch:
                 self._buffer.touch()
         return self._buffer.slots
-
-
-def _tensors(state: ShardedStateDict) -> list[torch.Tensor]:
-    return [box.tensor for entry in state.values() if not isinstance(entry, ShardedObject) for box in entry.boxes]
 
 
 def staging_for_waiting(workers: int) -> int:

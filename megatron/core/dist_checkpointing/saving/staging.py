@@ -83,8 +83,8 @@ class LazySource:
 ByteSource = bytes | HostSource | DeviceSource | LazySource
 
 
-def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[str]) -> list[ByteSource]:
-    """All sources in the numbering of `FilePlan`, over the live tensors of `state`; `volatile` keys are copied now."""
+def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
+    """All sources in the numbering of `FilePlan`, over the live tensors of `state`."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[ByteSource] = []
@@ -93,17 +93,11 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[st
         if read is not None:
             data: ByteSource = LazySource(read, item)
         else:
-            tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
-            data = _live_source(tensor, item.key in volatile)
+            box = boxes[item.key, item.box].tensor
+            tensor = narrow(box, relative(item.offset, item.box), item.shape).contiguous()
+            data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
         sources += [prefix, data, suffix]
     return sources
-
-
-def _live_source(tensor: torch.Tensor, volatile: bool) -> ByteSource:
-    if volatile:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    tensor = tensor.contiguous()
-    return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
 
 
 class ObjectFile(NamedTuple):

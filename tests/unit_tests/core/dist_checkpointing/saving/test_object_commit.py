@@ -69,7 +69,6 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
                 training.state(),
                 directory,
                 common=training.common,
-                volatile={"buffer"},
                 generation=generation,
                 on_commit=lambda seed=seed: generation.move_tracker(seed),
             )
