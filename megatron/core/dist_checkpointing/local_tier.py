@@ -22,7 +22,6 @@ import logging
 import re
 import secrets
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -34,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
+from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, Slot, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
     checksum_records,
@@ -57,11 +56,12 @@ _NAME = re.compile(r"iter_(\d+)-(\d+)\.[\w-]+")
 _MARKER = re.compile(r"\.done-(\d+)-of-(\d+)")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
-# What a source sends: a header, and the bytes that it announces. After the marker, an answer comes back: why there is
-# no replica, empty if there is one. A header without a name ends a save that has failed.
+# What a source sends: pieces of files, a header in the page before each, as one message: under load, every message
+# costs a millisecond. After the marker, an answer comes back: why there is no replica, empty if there is one. A header
+# without a name ends a save that has failed.
 _HEADER = struct.Struct("<QQQ256p")  # size of the file, position, length, name
 _ANSWER = struct.Struct("512s")
-_HEADERS, _CONTENTS, _ANSWERS = 1, 2, 3  # tags
+_PIECES, _ANSWERS = 1, 2  # tags
 
 
 def order_of(name: str) -> tuple[int, int]:
@@ -268,10 +268,14 @@ class LocalCheckpoint(PendingCheckpoint):
         self.directory.mkdir(parents=True, exist_ok=True)
         write_flushed(self.directory / name, *parts)
         self._sums[name] = checksums_of(*parts)
-        content = memoryview(bytearray(b"".join(parts)))
-        for link in self._links:
-            for offset in range(0, len(content), SLOT_SIZE):
-                link.send(name, len(content), offset, content[offset : offset + SLOT_SIZE])
+        self._send(name, b"".join(parts))
+
+    def _send(self, name: str, content: bytes) -> None:
+        for position in range(0, len(content), SLOT_SIZE) if self._links else ():
+            part = content[position : position + SLOT_SIZE]
+            frame = torch.frombuffer(bytearray(PAGE) + part, dtype=torch.uint8)
+            for link in self._links:
+                link.send(frame, name, len(content), position, len(part))
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
         self._sums |= sums
@@ -285,8 +289,9 @@ class LocalCheckpoint(PendingCheckpoint):
         """This rank's files are durable here; then ask whether they are on the other nodes."""
         name, content = marker_name(self._rank, self._size), b"".join(seal_checksums(checksum_records(self._sums)))
         _write_marker(self.directory / name, content)
+        self._send(name, content)
         for link in self._links:
-            if (problem := link.seal(name, content)) is not None:
+            if (problem := link.answer()) is not None:
                 self.warnings.append(f"no replica on rank {link.target}: {problem}")
 
     def abandon(self) -> None:
@@ -311,10 +316,10 @@ class _ReplicatedShard(ShardFile):
         super().__init__(path, size)
         self._links = links
 
-    def write(self, offset: int, slot: memoryview, length: int) -> None:
+    def write(self, offset: int, slot: Slot, length: int) -> None:
         super().write(offset, slot, length)
         for link in self._links:
-            link.send(self._path.name, self._size, offset, slot[:length])
+            link.send(slot.frame, self._path.name, self._size, offset, length)
 
 
 class _Link:
@@ -322,23 +327,21 @@ class _Link:
 
     def __init__(self, target: int, group: dist.ProcessGroup | None) -> None:
         self.target, self._group = target, group
-        self._lock = threading.Lock()
         self._problem: str | None = None
         self._over = False
 
-    def send(self, name: str, size: int, position: int, content: memoryview) -> None:
-        header = bytearray(_HEADER.pack(size, position, len(content), name.encode()))
-        with self._lock:  # header and content stay together
-            try:
-                for part, tag in ((header, _HEADERS), (content, _CONTENTS)):
-                    if self._problem is None and len(part):
-                        dist.send(torch.frombuffer(part, dtype=torch.uint8), self.target, self._group, tag)
-            except RuntimeError as error:  # the connection is lost, and gloo does not make another one
-                self._problem = first_line(error)
+    def send(self, frame: torch.Tensor, name: str, size: int, position: int, length: int) -> None:
+        """A piece of a file of `size` bytes; the `length` bytes behind the page at the beginning of `frame`."""
+        if self._problem is not None:
+            return
+        _HEADER.pack_into(bytes_of(frame), 0, size, position, length, name.encode())
+        try:
+            dist.send(frame[: PAGE + length], self.target, self._group, _PIECES)
+        except RuntimeError as error:  # the connection is lost, and gloo does not make another one
+            self._problem = first_line(error)
 
-    def seal(self, marker: str, content: bytes) -> str | None:
-        """Why the neighbour has no replica; None if it has one."""
-        self.send(marker, len(content), 0, memoryview(bytearray(content)))
+    def answer(self) -> str | None:
+        """To the marker: why the neighbour has no replica; None if it has one."""
         self._over = True
         answer = torch.zeros(_ANSWER.size, dtype=torch.uint8)
         if self._problem is None:
@@ -351,25 +354,25 @@ class _Link:
     def abort(self) -> None:
         if not self._over:
             self._over = True
-            self.send("", 0, 0, memoryview(b""))
+            self.send(torch.zeros(PAGE, dtype=torch.uint8), "", 0, 0, 0)
 
 
 def _receive(directory: Path, source: int, group: dist.ProcessGroup | None, slot: Slot) -> None:
     """Write one save of `source` to this node's `directory`."""
     files: dict[str, ShardFile] = {}
-    problem, header = "", torch.zeros(_HEADER.size, dtype=torch.uint8)
+    problem, marker = "", b""
     try:
         while True:
-            dist.recv(header, source, group, _HEADERS)
-            size, position, length, encoded = _HEADER.unpack(bytes_of(header))
-            if not encoded:
+            dist.recv(slot.frame, source, group, _PIECES)  # or less
+            size, position, length, encoded = _HEADER.unpack_from(bytes_of(slot.frame))
+            name = encoded.decode()
+            if not name:
                 return
-            name, is_marker = encoded.decode(), _MARKER.fullmatch(encoded.decode()) is not None
-            # A marker may be larger than a slot.
-            content = torch.zeros(length, dtype=torch.uint8) if is_marker else slot.tensor[:length]
-            dist.recv(content, source, group, _CONTENTS)
-            if is_marker:
-                problem = problem or _keep(directory / name, bytes(bytes_of(content)), files)
+            if _MARKER.fullmatch(name):
+                marker += slot.view[:length]
+                if len(marker) < size:
+                    continue
+                problem = problem or _keep(directory / name, marker, files)
                 answer = bytearray(_ANSWER.pack(problem.encode()))
                 dist.send(torch.frombuffer(answer, dtype=torch.uint8), source, group, _ANSWERS)
                 return
@@ -378,7 +381,7 @@ def _receive(directory: Path, source: int, group: dist.ProcessGroup | None, slot
                     directory.mkdir(parents=True, exist_ok=True)
                     if name not in files:
                         files[name] = ShardFile(directory / name, size)
-                    files[name].write(position, slot.view, length)
+                    files[name].write(position, slot, length)
             except OSError as error:
                 problem = str(error)
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.dist_checkpointing import files
+from megatron.core.dist_checkpointing.background import PAGE, Slot
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     CHECKSUMS,
@@ -36,7 +37,6 @@ from megatron.core.durable_files import (
     write_flushed,
 )
 
-_PAGE = 4096
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
 
 Progress = Callable[[int], None]  # called now and then with the number of bytes just written
@@ -62,18 +62,18 @@ class Shard:
     def __init__(self, size: int) -> None:
         self._size, self._digests = size, bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
 
-    def write(self, offset: int, slot: memoryview, length: int) -> None:
+    def write(self, offset: int, slot: Slot, length: int) -> None:
         """Write the first `length` bytes of `slot`, which may be used again afterwards."""
-        digests, first = hash_blocks(slot[:length]), offset // BLOCK_SIZE * DIGEST_SIZE
+        digests, first = hash_blocks(slot.view[:length]), offset // BLOCK_SIZE * DIGEST_SIZE
         self._digests[first : first + len(digests)] = digests
-        self._write(offset, slot, length)
+        self._write(offset, slot.view, length)
 
     def close(self, durable: bool) -> FileChecksums:
         """Make it durable, or give it up."""
         self._close(durable)
         return FileChecksums(self._size, bytes(self._digests))
 
-    def _write(self, offset: int, slot: memoryview, length: int) -> None:
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
         raise NotImplementedError
 
     def _close(self, durable: bool) -> None:
@@ -95,21 +95,21 @@ class ShardFile(Shard):
             self._direct = False  # not every file system has direct writes
             self._descriptor = os.open(path, flags, 0o644)
 
-    def _write(self, offset: int, slot: memoryview, length: int) -> None:
-        padded = min(len(slot), -(-length // _PAGE) * _PAGE) if self._direct else length
-        slot[length:padded] = bytes(padded - length)  # cut off by `close`
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
+        padded = min(len(view), -(-length // PAGE) * PAGE) if self._direct else length
+        view[length:padded] = bytes(padded - length)  # cut off by `close`
         position = 0
         while position < padded:
             direct = self._direct
             try:
                 with naming(self._path):
-                    position += os.pwrite(self._descriptor, slot[position:padded], offset + position)
+                    position += os.pwrite(self._descriptor, view[position:padded], offset + position)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
                 self._leave_direct()
             else:
-                if position % _PAGE and position < padded:
+                if position % PAGE and position < padded:
                     self._leave_direct()  # a short write left us unaligned
 
     def _leave_direct(self) -> None:

@@ -126,12 +126,12 @@ class ShardUpload(Shard):
         self._early: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
-    def _write(self, offset: int, slot: memoryview, length: int) -> None:
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
         with self._lock:  # one thread of the few that there are sends; what waits here is bounded by their number
             if offset != self._position:
-                self._early[offset] = bytes(slot[:length])
+                self._early[offset] = bytes(view[:length])
                 return
-            piece: bytes | memoryview | None = slot[:length]
+            piece: bytes | memoryview | None = view[:length]
             while piece is not None:
                 self._upload.write(piece)
                 self._position += len(piece)

@@ -129,24 +129,19 @@ class AsyncSaver(Conductor):
 
     def wait_staged(self) -> None:
         """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
-        current, staging = self._current, self._staging
-        if current is None or staging is None or current.done():
+        current = self._current
+        if current is None or current.transfer is None or current.done():
             return
         begin = time.perf_counter()
-        staging.staged.wait()
+        current.transfer.staged.wait()
         current.report.blocking += time.perf_counter() - begin
-        if staging.on_device and current.device_wait is None:
+        if current.transfer.on_device and current.device_wait is None:
             assert self._stream is not None
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             torch.cuda.current_stream().wait_stream(self._stream)
             events[1].record()
             current.device_wait = events
-
-    @property
-    def _staging(self) -> StageAndWrite | None:
-        """Of the save under way; None also if its snapshot failed."""
-        return None if self._current is None else self._current.transfer
 
     def close(self) -> None:
         """Finish, end the threads and give the buffers back."""
@@ -160,8 +155,8 @@ class AsyncSaver(Conductor):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._staging is not None:
-            self._staging.cancel()
+        if kind is not None and self._current is not None and self._current.transfer is not None:
+            self._current.transfer.cancel()
         self.close()
 
     def _take_snapshot(

@@ -258,7 +258,7 @@ class StageAndWrite:
         chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
         if copied is not None:
             copied.synchronize()
-        self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
+        self._open[chunk.file].write(chunk.offset, slot, chunk.length)
         self._progress(chunk.length)
         # The slot is free again: the next chunk that belongs into it is staged by this thread.
         following = index + len(self._slots)
