@@ -94,13 +94,8 @@ class StagingBuffer:
                 raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
             self._registered = address
         self.slots = [
-            Slot(
-                address + start,
-                view[start : start + SLOT_SIZE],
-                tensor[start:][:SLOT_SIZE],
-                tensor[start - PAGE :][:stride],
-            )
-            for start in range(PAGE, num_slots * stride, stride)
+            Slot(address + at, view[at : at + SLOT_SIZE], tensor[at:][:SLOT_SIZE], tensor[at - PAGE :][:stride])
+            for at in range(PAGE, num_slots * stride, stride)
         ]
 
     def touch(self) -> None:
