@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError, read
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
 GENERATION = ".generation-"
-_CLAIM, _REVOKED = ".claim-", ".revoked-"
+_CLAIM, _REVOKED, _DELETING = ".claim-", ".revoked-", "deleting-"
 _OWNER = "owner.json"
 
 
@@ -115,10 +115,11 @@ class Generation(NamedTuple):
 
     def put_aside(self, directories: list[Path]) -> list[Path]:
         """Take checkpoints out of the directory of checkpoints, durably; returns where they are now, for `remove`."""
+        for path in self.directory.glob(f"{_DELETING}*"):  # of earlier removals that could not be finished
+            remove(path)
         aside = []
         for directory in directories:
-            path = self.directory / f"deleting-{directory.name}"
-            remove(path)  # of an earlier removal that could not be finished
+            path = self.directory / f"{_DELETING}{directory.name}"
             with contextlib.suppress(FileNotFoundError), self.fenced():  # somebody else may have removed it
                 os.rename(directory, path)
                 aside.append(path)
@@ -127,7 +128,7 @@ class Generation(NamedTuple):
         return aside
 
     def remove(self, aside: Path) -> None:
-        """As far as possible: what stays goes at the next start."""
+        """As far as possible: what stays goes with the next that are put aside, or at the next start."""
         with contextlib.suppress(OSError):
             remove(aside)
 
