@@ -386,10 +386,6 @@ GPT2 = Family(
     ),
     layers="transformer.h.",
 )
-BLOOM = (
-    *("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion"),
-    *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
-)
 BLOOM = Family(
     "bloom",
     "BloomForCausalLM",
