@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.safe_globals import Storage
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, printable
-from megatron.core.dist_checkpointing.format.torch_zip import Archive
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
@@ -65,12 +65,6 @@ def in_memory(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(in_memory(item) for item in value)
     return value
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of one dimension."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def safe_load(

@@ -289,3 +289,9 @@ def _zip64_values(extra: bytes) -> list[int]:
             return list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
         position += 4 + size
     return []
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of one dimension."""
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array)

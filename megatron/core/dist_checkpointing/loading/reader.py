@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
-from megatron.core.dist_checkpointing.format.torch_load import FileTensor, bytes_of, open_archive, safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope
+from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
+from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
 )
 from megatron.core.dist_checkpointing.format.schema import OPENERS, CheckpointError, OpenFile, file_name, open_file
-from megatron.core.dist_checkpointing.format.torch_load import bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import first_line
