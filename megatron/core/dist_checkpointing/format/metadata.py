@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, shown
+from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:

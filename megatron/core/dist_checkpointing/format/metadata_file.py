@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.format.schema import (
 )
 from megatron.core.dist_checkpointing.format.schema import key as key_name
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, unpickle
+from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.object_storage import path_of
 
 

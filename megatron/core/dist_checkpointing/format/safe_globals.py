@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, is_dtype, printable, shown
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.safe_globals import Storage
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, printable
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 

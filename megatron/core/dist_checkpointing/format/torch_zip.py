@@ -21,8 +21,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.dist_checkpointing.boxes import Shape
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, printable
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:

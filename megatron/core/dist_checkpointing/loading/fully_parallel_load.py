@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative
-from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor, narrow, relative
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, share_evenly
 

@@ -17,7 +17,6 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from megatron.core.dist_checkpointing.background import same_cuda_device
-from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
@@ -25,6 +24,7 @@ from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
+from megatron.core.dist_checkpointing.mapping import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
