@@ -245,3 +245,8 @@ class CheckpointConfig:
     """Write what was loaded in this format, and exit."""
     ckpt_convert_save: str | None = flag(None)
     """Where --ckpt-convert-format writes: to the directory FORMAT in this one."""
+
+    @property
+    def removes_checkpoints(self) -> bool:
+        """One is kept if any rule keeps it; the newest always is, and without a rule all are."""
+        return any(rule is not None for rule in (self.keep_last_n, self.save_retain_interval, self.keep_best_n))

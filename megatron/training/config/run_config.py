@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron.conversion.convert import open_found
+from megatron.conversion.find_checkpoint import find_checkpoint
+from megatron.conversion.formats import Hints
 from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
@@ -19,9 +23,8 @@ from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, 
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.pipeline_parallel.layout import parse_layout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
 from megatron.core.utils import raise_problems
-from megatron.training.checkpoint.args import read_stored_args, with_stored_args
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, parse_flags
 from megatron.training.config.options import (
@@ -216,6 +219,63 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
     if None not in parts.values():
         config.notes += run_rules.save_notes(config)
     return config, list(dict.fromkeys(problems))
+
+
+# What --use-checkpoint-args takes over besides the fields that decide the model.
+ALSO_TAKEN = (
+    "group_query_attention",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "special_tokens",
+    "legacy_tokenizer",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "vocab_size",
+    "null_tokenizer_eod_id",
+)
+
+
+def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a checkpoint under our names."""
+    known = dict(args)
+    if not known.get("group_query_attention", True) and "num_attention_heads" in known:
+        known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
+    if known.get("tokenizer_type") == "NullTokenizer" and known.get("null_tokenizer_eod_id", 0) is None:
+        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1  # Megatron-LM since 0.19
+    return known
+
+
+def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args. Collective."""
+    if root is None:
+        raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
+
+    def read() -> dict[str, Any]:
+        found = find_checkpoint(root, step)
+        if found is None:
+            raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
+        return stored_args(open_found(found, Hints(optimizer=False, as_saved=True)).args)
+
+    return Coordination.of(None).at_coordinator(read)
+
+
+def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
+    merged, notes = dict(given), []
+    for name in (*(deciding.name for deciding in deciding_fields()), *ALSO_TAKEN):
+        if name not in stored:
+            continue
+        if name in given and given[name] != stored[name]:
+            notes.append(f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, not {given[name]}")
+        merged[name] = stored[name]
+    if "seq_length" in stored:
+        merged.setdefault("seq_length", stored["seq_length"])
+    return merged, notes
 
 
 _LAYOUT = "pipeline_model_parallel_layout"
