@@ -15,11 +15,10 @@ from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
-from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch import environment_world_size, errors_explained_once
-from megatron.training.reporting.summary import dry_run
-from megatron.training.run import Loss
+from megatron.training.planning.summary import dry_run
+from megatron.training.run import Batch, Loss
 from megatron.training.training import pretrain
 
 

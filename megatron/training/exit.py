@@ -24,7 +24,6 @@ from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.logging import Interval
-from megatron.training.reporting.measurements import HostCopy
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send before they kill
 
@@ -145,6 +144,29 @@ class SaveAndExitPolicy:
             save=self._save_secs is not None and now - self._last_save >= self._save_secs,
             failed=self._may_fail and self._saver.failure is not None,
         )
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A small number on its way from the device to the host, read later without waiting for newer work."""
+
+    _host: torch.Tensor
+    _copied: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, tensor: torch.Tensor) -> HostCopy:
+        if tensor.device.type != "cuda":
+            return cls(tensor, None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
+
+    def wait(self) -> torch.Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
 
 
 class _VoteExchange:

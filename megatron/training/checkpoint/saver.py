@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.conductor import Conductor
 from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.reporting import console
+from megatron.training.reporting.logging import report_line
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ class CheckpointSaver:
         if not locally:
             self.expected_seconds = report.total
             self._parent, self._last_failure = iteration, None
-        console.report(  # in Megatron-LM's words, which other programs wait for
+        report_line(  # in Megatron-LM's words, which other programs wait for
             f"  successfully saved {'local ' if locally else ''}checkpoint from iteration {iteration:7d} to "
             f"{report.directory.parent}",
             event="local-save" if locally else "save",

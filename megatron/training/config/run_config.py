@@ -28,14 +28,17 @@ from megatron.core.utils import raise_problems
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, parse_flags
 from megatron.training.config.options import (
+    BatchSchedule,
     CheckpointConfig,
+    DataLoaderConfig,
     DistributedConfig,
     LoggingConfig,
     PipelineLayoutConfig,
     ProfilingConfig,
     TrainingConfig,
+    rampup_steps,
+    token_steps,
 )
-from megatron.training.data.samplers import BatchSchedule, DataLoaderConfig, rampup_steps, token_steps
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
 

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from megatron.conversion.model_space import pieces, rank_layout
     from megatron.conversion.model_space.source import Shape, TensorInfo
     from megatron.core.dist_checkpointing import boxes, verification
-    from megatron.training.planning import pictures
+    from megatron.training.planning import summary
 else:  # `show` needs torch for other formats than torch_dist alone
-    torch, pictures = map(lazy_module, ("torch", "megatron.training.planning.pictures"))
+    torch, summary = map(lazy_module, ("torch", "megatron.training.planning.summary"))
     convert, torch_dist, pieces, rank_layout = (
         lazy_module(f"megatron.conversion.{name}")
         for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.rank_layout")
@@ -132,7 +132,7 @@ def show(args: argparse.Namespace) -> int:
                 f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
             )
         title = f"{path.name}: who wrote what"
-        pictures.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
+        summary.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
@@ -379,7 +379,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        pictures.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
+        summary.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
     if args.json:
         print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0

@@ -1,19 +1,186 @@
-"""Pictures of plans and checkpoints, drawn with matplotlib (the extra `plots`).
+"""A plan in words and in pictures: what a run is, printed before its first iteration and by --dry-run, its pipeline
+schedule over time and the memory of its stages; and which rank or file has which part of a checkpoint.
 
-`plan_picture`: the pipeline schedule over time and the memory of every stage. `shares_picture`: which rank or file has
-which part of a model.
+Pictures are drawn with matplotlib (the extra `plots`).
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from megatron import __version__
 from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
-from megatron.training.planning.run_plan import RunPlan
+from megatron.core.utils import size_text
+from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.launch import environment_world_size
+from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
+
+
+def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = "") -> dict[str, str]:
+    """What a run of `world_size` processes is, by topic. `start`: where it continues."""
+    training = config.training
+    active = "all of them" if plan.num_active == plan.num_parameters else amount(plan.num_active)
+    several = config.parallel.pp_size > 1
+    topics = {
+        "model": _model(config),
+        "parameters": f"{amount(plan.num_parameters)}, {active} active for every token",
+        "layout": f"{layout_name(config, world_size)} on {world_size} rank{'s' * (world_size > 1)}",
+        **{f"stage {s.ps.pp.rank}": _stage(config, world_size, s) for s in plan.stages if several},
+        "bubble": f"{100 * plan.bubble:.1f} % of a step" if several else "",
+        "device": device,
+        "precision": _precision(config),
+        "batch": f"{training.global_batch_size} samples of {config.data.seq_length} tokens, "
+        f"{plan.num_microbatches} micro batches of {training.micro_batch_size} on each of "
+        f"{config.parallel.dp_size(world_size)} replicas",
+        "length": _length(config),
+        "start": start,
+        "memory": memory_of(plan),
+        "checkpoint": size_text(plan.checkpoint_bytes)
+        + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+    }
+    return {topic: text for topic, text in topics.items() if text}
+
+
+def plan_page(config: Config, world_size: int, plan: RunPlan) -> str:
+    """Notes, summary and what every stage needs, of a run that is not started."""
+    notes = [f"note: {note}" for note in config.notes]
+    return "\n".join([*notes, as_lines(summarize(config, world_size, plan)), "", plan.table()])
+
+
+def set_planned_vocab_size(config: Config) -> None:
+    """For a plan --vocab-size is enough: the tokenizer's files need not be there."""
+    given = None if config.tokenizer.kind == "NullTokenizer" else config.tokenizer.vocab_size
+    config.set_vocab_size(build_tokenizer(config.tokenizer).vocab_size if given is None else given)
+
+
+def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
+    """What a run with these flags would be and need on every stage; nothing is started.
+
+    It has $WORLD_SIZE processes, else as many as one replica of the model takes. Raises ValueError as a run would.
+    """
+    world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
+    config = parse_args(argv, world_size)
+    set_planned_vocab_size(config)
+    return plan_page(config, world_size, plan_run(config, world_size, model_provider))
+
+
+def as_lines(topics: dict[str, str]) -> str:
+    """The summary as it is printed."""
+    return "\n".join(f"   {topic:11} {text}" for topic, text in topics.items())
+
+
+def arguments(flags: dict[str, Any]) -> str:
+    """All arguments, as Megatron-LM prints them (--print-args)."""
+    rows = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in flags.items()]
+    title, end = " arguments ", " end of arguments "
+    return "\n".join([f"{title:-^59}", *sorted(rows, key=str.lower), f"{end:-^59}"])
+
+
+def layout_name(config: Config, world_size: int) -> str:
+    """Such as TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
+    parallel = config.parallel
+    chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
+    options = [", sequence parallel"] * parallel.sequence_parallel
+    options += [", distributed optimizer"] * config.ddp.use_distributed_optimizer
+    ways = "/".join(dict.fromkeys(parallel.cp_comm_type))
+    context = f" x CP {parallel.cp_size} ({ways})" if parallel.cp_size > 1 else ""
+    sizes = f"TP {parallel.tp_size}{context} x PP {parallel.pp_size}{chunks} x DP {parallel.dp_size(world_size)}"
+    if parallel.splits_experts:
+        sizes += f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {parallel.edp_size(world_size)}"
+    return sizes + "".join(options)
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how a run behaves."""
+    return {"megatron": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def amount(count: float) -> str:
+    """Such as 9.87M or 70.6B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def memory_of(plan: RunPlan) -> str:
+    """The fullest rank's share."""
+    memory = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
+    }
+    shares = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    return f"{size_text(memory.total)} planned on the fullest rank ({shares})"
+
+
+def _model(config: Config) -> str:
+    model = config.model
+    heads = f"{model.num_attention_heads} heads"
+    if model.query_groups != model.num_attention_heads:
+        heads += f" in {model.query_groups} groups"
+    experts = ""
+    if model.has_experts:
+        experts = f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}, "
+    return (
+        f"{model.num_layers} layers, hidden size {model.hidden_size}, FFN {model.ffn_size} ({model.activation}), "
+        f"{experts}{heads}, {model.normalization}, {model.position_embedding_type}, "
+        f"{model.vocab_size} tokens in the vocabulary"
+    )
+
+
+def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
+    rank, size = stage.ps.pp.rank, world_size // config.parallel.pp_size
+    first, last = stage.ps.dp_cp.ranks[0], stage.ps.dp_cp.ranks[-1]
+    chunks = [f"{c.start}" if len(c) == 1 else f"{c.start}-{c.stop - 1}" for c in config.layer_ranges()[rank] if c]
+    ends = [", embedding"] * stage.ps.pp.is_first + [", output layer"] * stage.ps.pp.is_last
+    ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last + config.parallel.tp_size - 1}"
+    if config.parallel.use_tp_pp_dp_mapping and stage.ps.dp.size > 1:
+        ranks = f"{size} of {ranks}"
+    return (
+        f"{ranks}: layers {', '.join(chunks) or 'none'}{''.join(ends)}; {amount(stage.num_parameters)} parameters, "
+        f"{size_text(stage.memory.total)} on each"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Such as CPU, 4 threads."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)} with {size_text(memory)}"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
+
+
+def _precision(config: Config) -> str:
+    name = str(config.model.params_dtype).removeprefix("torch.")
+    if config.model.low_precision is not None:
+        narrow = f"fp8 ({config.model.fp8}" if config.model.fp8 is not None else f"fp4 ({config.model.fp4}"
+        name += f", layers in {narrow}, {config.model.low_precision} scaling)"
+    return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
+
+
+def _length(config: Config) -> str:
+    training, seq = config.training, config.data.seq_length
+    if training.train_samples is not None:
+        return f"{training.train_samples} samples = {amount(training.train_samples * seq)} tokens"
+    assert training.train_iters is not None and training.global_batch_size is not None
+    tokens = training.train_iters * training.global_batch_size * seq
+    return f"{training.train_iters} iterations = {amount(tokens)} tokens"
+
+
+# Pictures
 
 COLORS = ["#2f6fdb", "#1a936f", "#d9730d", "#a23fbf", "#8a6d3b", "#0e8ba8", "#8e99a8"]
 FORWARD, BACKWARD, GRID = "#7aa7f0", "#17408b", "#dde2e9"
