@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.layout import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
 from megatron.core.utils import raise_problems
 from megatron.training.config import run_rules
-from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, parse_flags
+from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
 from megatron.training.config.options import (
     BatchSchedule,
     CheckpointConfig,
@@ -171,10 +171,7 @@ def parse_args(argv: Sequence[str], world_size: int) -> Config:
 
     Raises ValueError that says, one a line, everything that does not fit, and what to do; --help ends the program.
     """
-    parser = flag_parser()
-    if "-h" in argv or "--help" in argv:
-        parse_flags(parser, argv)
-    line = parser.parse(argv)
+    line = flag_parser().parse(argv)
     notes = [f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}"] if line.ignored else []
     given = line.given
     if given.get("use_checkpoint_args"):
