@@ -36,7 +36,7 @@ from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy, is_multiple
+from megatron.training.exit import NanCheck, NotFiniteError, SaveAndExitPolicy, exit_signals, is_multiple
 from megatron.training.launch import environment_rank, initialize, lost_ranks_explained
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import arguments, as_lines, device_name, layout_name, summarize
@@ -128,7 +128,7 @@ def train(run: Run, data: Data) -> None:
     nan_check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
     with (
-        ExitSignals().installed(training.exit_signal_handler) as signals,
+        exit_signals(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
