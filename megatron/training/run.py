@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +47,10 @@ The micro batch is empty on chunks that need no data.
 """
 
 
-class DatasetsProvider(Protocol):
-    """Builds (train, valid, test) with at least so many samples; None where none are wanted."""
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
-    def __call__(
-        self, config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
-    ) -> tuple[Dataset | None, Dataset | None, Dataset | None]: ...
+DatasetsProvider = Callable[[Config, tuple[int, int, int], Tokenizer], Datasets]
+"""Builds the splits with at least so many samples; None where none are wanted."""
 
 
 @dataclass

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.conversion.convert import open_found
 from megatron.conversion.find_checkpoint import find_checkpoint
@@ -123,11 +123,8 @@ class Config:
         )
 
 
-class ModelProvider(Protocol):
-    """Builds one pipeline chunk, not yet initialised."""
-
-    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
-
+ModelProvider = Callable[[Config, ChunkPlace], MegatronModule]
+"""Builds one pipeline chunk, not yet initialised."""
 
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type
     "Model": ("model", TransformerConfig),

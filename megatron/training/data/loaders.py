@@ -22,9 +22,7 @@ from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
 from megatron.training.config.options import DataLoaderConfig
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.run import Batch, DatasetsProvider, Run
-
-Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
+from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
 
 logger = logging.getLogger(__name__)
 

@@ -193,12 +193,8 @@ class TrainingLog:
         model: TransformerConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ps = ps
-        self._clock = clock
-        self._device = device
-        self._flops_per_token = flops_per_token
-        self._seq_length = seq_length
-        self._model = model
+        self._ps, self._device, self._model, self._clock = ps, device, model, clock
+        self._seq_length, self._flops_per_token = seq_length, flops_per_token
         self._pending: list[tuple[Iteration, OnDevice]] = []
         self._excluded = 0.0
         self._start = self._clock()

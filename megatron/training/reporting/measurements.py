@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -157,18 +157,16 @@ class Timers:
         """The lines of the log for what `take` gave, in milliseconds per iteration."""
         if not taken:
             return ""
-        lines = [f"{TITLES[self._option]} (ms):"]
-        for name, seconds in taken.items():
-            values = [1000 * s / iterations for s in seconds]
-            lines.append(f"    {name + ' ':.<46}: {_FORMATS[self._option](values)}")
-        return "\n".join(lines)
+        title, form = _SHOWN[self._option]
+        rows = {name: [1000 * s / iterations for s in seconds] for name, seconds in taken.items()}
+        return "\n".join([f"{title} (ms):", *(f"    {name + ' ':.<46}: {form(row)}" for name, row in rows.items())])
 
 
-TITLES = {"max": "max time across ranks", "minmax": "(min, max) time across ranks", "all": "times across ranks"}
-_FORMATS = {
-    "max": lambda values: f"{max(values):.2f}",
-    "minmax": lambda values: f"({min(values):.2f}, {max(values):.2f})",
-    "all": lambda values: "  ".join(f"rank {rank}: {value:.2f}" for rank, value in enumerate(values)),
+# By --timing-log-option, of the seconds of all ranks: what the lines show, and how.
+_SHOWN: dict[str, tuple[str, Callable[[list[float]], str]]] = {
+    "max": ("max time across ranks", lambda values: f"{max(values):.2f}"),
+    "minmax": ("(min, max) time across ranks", lambda values: f"({min(values):.2f}, {max(values):.2f})"),
+    "all": ("times across ranks", lambda values: "  ".join(f"rank {r}: {v:.2f}" for r, v in enumerate(values))),
 }
 
 
