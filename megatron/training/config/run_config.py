@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.conversion.convert import open_found
 from megatron.conversion.find_checkpoint import find_checkpoint
@@ -43,24 +43,29 @@ from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
 
 
+def _titled(title: str) -> Any:
+    """A part of `Config`, by its title in --help."""
+    return field(metadata={"title": title})
+
+
 @dataclass
 class Config:
     """The options of a run; one dataclass per part of the code."""
 
-    model: TransformerConfig
-    parallel: ParallelConfig
-    pipeline_layout: PipelineLayoutConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    scheduler: SchedulerConfig
-    data: GPTDatasetConfig
-    loader: DataLoaderConfig
-    tokenizer: TokenizerConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    ddp: DistributedDataParallelConfig
-    distributed: DistributedConfig
-    profiling: ProfilingConfig
+    model: TransformerConfig = _titled("Model")
+    parallel: ParallelConfig = _titled("Parallelism")
+    pipeline_layout: PipelineLayoutConfig = _titled("Pipeline stages")
+    training: TrainingConfig = _titled("Training")
+    optimizer: OptimizerConfig = _titled("Optimizer")
+    scheduler: SchedulerConfig = _titled("Schedules")
+    data: GPTDatasetConfig = _titled("Data")
+    loader: DataLoaderConfig = _titled("Reading data")
+    tokenizer: TokenizerConfig = _titled("Tokenizer")
+    checkpoint: CheckpointConfig = _titled("Checkpoints")
+    logging: LoggingConfig = _titled("Logging")
+    ddp: DistributedDataParallelConfig = _titled("Data parallelism")
+    distributed: DistributedConfig = _titled("Processes")
+    profiling: ProfilingConfig = _titled("Profiling")
     notes: list[str] = field(default_factory=list)  # what was changed or dropped, logged once
 
     def flags(self) -> dict[str, Any]:
@@ -126,21 +131,11 @@ class Config:
 ModelProvider = Callable[[Config, ChunkPlace], MegatronModule]
 """Builds one pipeline chunk, not yet initialised."""
 
+_TYPES = get_type_hints(Config)
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type
-    "Model": ("model", TransformerConfig),
-    "Parallelism": ("parallel", ParallelConfig),
-    "Pipeline stages": ("pipeline_layout", PipelineLayoutConfig),
-    "Training": ("training", TrainingConfig),
-    "Optimizer": ("optimizer", OptimizerConfig),
-    "Schedules": ("scheduler", SchedulerConfig),
-    "Data": ("data", GPTDatasetConfig),
-    "Reading data": ("loader", DataLoaderConfig),
-    "Tokenizer": ("tokenizer", TokenizerConfig),
-    "Checkpoints": ("checkpoint", CheckpointConfig),
-    "Logging": ("logging", LoggingConfig),
-    "Data parallelism": ("ddp", DistributedDataParallelConfig),
-    "Processes": ("distributed", DistributedConfig),
-    "Profiling": ("profiling", ProfilingConfig),
+    part.metadata["title"]: (part.name, _TYPES[part.name])
+    for part in dataclasses.fields(Config)
+    if "title" in part.metadata
 }
 
 
