@@ -120,13 +120,13 @@ class SaveAndExitPolicy:
         return _Votes() if exchange is None else exchange()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
-        minutes, interval = self._training.exit_duration_in_mins, self._training.exit_interval
+        training = self._training
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
-            return Exit(f"{minutes:g} minutes are over (--exit-duration-in-mins)", urgent=True)
-        if is_multiple(iteration, interval):
-            return Exit(f"iteration {iteration} is a multiple of --exit-interval {interval}")
+            return Exit(f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)", urgent=True)
+        if is_multiple(iteration, training.exit_interval):
+            return Exit(f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}")
         return None
 
     def _votes(self, seconds: float) -> _Votes:
