@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
-from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.planning.run_plan import RunPlan, plan_run
 from megatron.training.planning.summary import plan_page, plan_picture, set_planned_vocab_size
 from megatron.training.reporting.run_record import RecordedStart, goodput, read_record
 from pretrain_gpt import model_provider
@@ -148,20 +148,13 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "bubble": plan.bubble,
         "notes": config.notes,
-        "stages": [stage_as_json(stage) for stage in plan.stages],
+        "stages": [
+            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
+            | {"stage": stage.ps.pp.rank, "memory": asdict(stage.memory) | {"total": stage.memory.total}}
+            | {"traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()}}
+            for stage in plan.stages
+        ],
     }
-
-
-def stage_as_json(stage: StagePlan) -> dict[str, Any]:
-    values = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
-    return (
-        {"stage": stage.ps.pp.rank}
-        | values
-        | {
-            "memory": asdict(stage.memory) | {"total": stage.memory.total},
-            "traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()},
-        }
-    )
 
 
 def verdict(needed: int, available: float, reserve: float) -> str:

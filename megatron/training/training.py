@@ -51,7 +51,7 @@ from megatron.training.reporting.logging import (
     report_line,
 )
 from megatron.training.reporting.measurements import StepProfiler, memory, memory_line, params_norm
-from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, finite, goodput, read_record
+from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, goodput, plain, read_record
 from megatron.training.run import (
     Batch,
     DatasetsProvider,
@@ -64,8 +64,6 @@ from megatron.training.run import (
 )
 
 logger = logging.getLogger(__name__)
-
-JSON_TYPES = (str, int, float, bool, list, tuple, type(None))
 
 
 def pretrain(
@@ -291,26 +289,22 @@ def report_saves(run: Run) -> None:
 
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:
-    """The loss of one split, where there is data for it and --eval-iters asks for it."""
-    if run.config.training.eval_iters and split.exists:
-        loss = evaluate(run, split.batches)
-        report_evaluation(run, name, loss)
-        if name == "validation":
-            run.validated = (run.state.iteration, loss)
-            run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
-
-
-def report_evaluation(run: Run, name: str, loss: float) -> None:
-    """One line of the log, and points under Megatron-LM's names."""
-    iteration = run.state.iteration
+    """The loss of one split, where there is data for it and --eval-iters asks for it; points have Megatron-LM's names."""
+    config, iteration = run.config, run.state.iteration
+    if not (config.training.eval_iters and split.exists):
+        return
+    loss = evaluate(run, split.batches)
     perplexity = math.exp(min(20.0, loss))
     line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
     report_line(line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity)
     values = {f"lm loss {name}": loss}
-    if run.config.logging.log_validation_ppl_to_tensorboard:
+    if config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
     for writer in run.writers:
         writer.scalars(values, iteration, run.state.consumed_train_samples)
+    if name == "validation":
+        run.validated = (iteration, loss)
+        run.state.consumed_valid_samples += config.training.eval_iters * run.eval_batch_size
 
 
 def evaluate_at_the_end(run: Run, data: Data) -> None:
@@ -390,10 +384,9 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
         "summary": topics,
     }
     record.write("start", **start)
-    arguments = {name: value if isinstance(value, JSON_TYPES) else str(value) for name, value in config.flags().items()}
     save = Path(config.checkpoint.save)
     try:
-        write_json(save / RUN_FILE, finite({**start, "arguments": arguments}))
+        write_json(save / RUN_FILE, plain({**start, "arguments": config.flags()}))
         for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
             left.unlink(missing_ok=True)
     except OSError as error:

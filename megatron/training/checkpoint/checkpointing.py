@@ -320,30 +320,26 @@ def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
     Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises CheckpointError for a state
     that a generator refuses.
     """
+    unfit = []
     try:
-        return _set_rng_state(state, rng)
+        # The one thing that nobody checks: numpy would read outside of its memory.
+        integer(0, 624)(state["np_rng_state"][2], "np_rng_state[2]")
+        version, words, gauss = state["random_rng_state"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(tuple(state["np_rng_state"]))
+        torch.set_rng_state(state["torch_rng_state"])
+        cuda = state["cuda_rng_state"]
+        if (cuda is not None) != torch.cuda.is_available():
+            unfit.append("of CUDA")
+        elif cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        tracker = state["rng_tracker_states"].get(_TRACKER_STATE)
+        if tracker is None or tracker.numel() != rng.get_state().numel():
+            unfit.append("of the tensor-parallel regions")
+        else:
+            rng.set_state(tracker)
     except Exception as error:  # Python, numpy and torch check what they are given, each with errors of its own
         raise CheckpointError(f"the state of the random number generators cannot be restored: {error}") from error
-
-
-def _set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
-    # The one thing that nobody checks: numpy would read outside of its memory.
-    integer(0, 624)(state["np_rng_state"][2], "np_rng_state[2]")
-    unfit = []
-    version, words, gauss = state["random_rng_state"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["np_rng_state"]))
-    torch.set_rng_state(state["torch_rng_state"])
-    cuda = state["cuda_rng_state"]
-    if (cuda is not None) != torch.cuda.is_available():
-        unfit.append("of CUDA")
-    elif cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    tracker = state["rng_tracker_states"].get(_TRACKER_STATE)
-    if tracker is None or tracker.numel() != rng.get_state().numel():
-        unfit.append("of the tensor-parallel regions")
-    else:
-        rng.set_state(tracker)
     return unfit
 
 

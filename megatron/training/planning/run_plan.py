@@ -29,6 +29,16 @@ from megatron.training.planning.rank_memory import (
     stored_sizes,
 )
 
+MEMORY_PARTS = {  # fields of `MemoryPlan`, and what they are called
+    "weights": "weights",
+    "gradients": "gradients (fp32)",
+    "optimizer": "optimizer",
+    "tables": "tables",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "temporary": "temporary",
+}
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -48,8 +58,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        lasting = self.weights + self.gradients + self.optimizer + self.tables
-        return lasting + self.activations + self.loss + self.temporary
+        return sum(getattr(self, part) for part in MEMORY_PARTS)
 
 
 @dataclass(frozen=True)
@@ -106,18 +115,11 @@ class RunPlan:
 
     def table(self) -> str:
         """What every stage needs, in GB of 10^9 bytes."""
-        memory = [stage.memory for stage in self.stages]
         rows: list[tuple[str, list[float]]] = [
-            ("weights", [m.weights for m in memory]),
-            ("gradients (fp32)", [m.gradients for m in memory]),
-            ("optimizer", [m.optimizer for m in memory]),
-            ("tables", [m.tables for m in memory]),
-            ("activations", [m.activations for m in memory]),
-            ("logits and loss", [m.loss for m in memory]),
-            ("temporary", [m.temporary for m in memory]),
-            ("total memory", [m.total for m in memory]),
-            ("checkpoint", [stage.checkpoint_bytes for stage in self.stages]),
+            (name, [getattr(stage.memory, part) for stage in self.stages]) for part, name in MEMORY_PARTS.items()
         ]
+        rows.append(("total memory", [stage.memory.total for stage in self.stages]))
+        rows.append(("checkpoint", [stage.checkpoint_bytes for stage in self.stages]))
         for axis in ("tp", "cp", "pp", "dp", "ep", "edp", "embedding"):
             name = "sent: tied embedding" if axis == "embedding" else f"sent per step: {axis.upper()}"
             rows.append((name, [stage.traffic[axis].wire for stage in self.stages]))
@@ -163,11 +165,13 @@ def _plan_stage(
     num_microbatches: int,
 ) -> StagePlan:
     itemsize = config.model.params_dtype.itemsize
+    grad_size = config.ddp.grad_dtype(config.model.params_dtype).itemsize
+    copied = 4 if grad_size < 4 else 0  # of a rank's reduced shard there is an fp32 copy where the buffer is not fp32
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     peak = _peak(config, activations, ps, chunks, num_microbatches)
     memory = MemoryPlan(
         weights=sum(buffer.weight_bytes for buffer in buffers),
-        gradients=sum(_gradient_bytes(config, buffer.numel, buffer.numel // buffer.num_shards) for buffer in buffers),
+        gradients=sum(buffer.numel * grad_size + buffer.numel // buffer.num_shards * copied for buffer in buffers),
         optimizer=sum(
             bucket.numel // buffer.num_shards * _optimizer_bytes(config, bucket.group, itemsize < 4)
             for buffer in buffers
@@ -192,12 +196,6 @@ def _plan_stage(
         traffic=plan_traffic(config, ps, chunks, activations, num_microbatches),
         checkpoint_bytes=stored,
     )
-
-
-def _gradient_bytes(config: Config, numel: int, shard: int) -> int:
-    """Of the buffer, and of the fp32 copy of a rank's reduced shard where the buffer is not fp32."""
-    itemsize = config.ddp.grad_dtype(config.model.params_dtype).itemsize
-    return numel * itemsize + (shard * 4 if itemsize < 4 else 0)
 
 
 class _Moment(NamedTuple):

@@ -21,7 +21,7 @@ from megatron.core.utils import size_text
 from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
-from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.planning.run_plan import MEMORY_PARTS, RunPlan, StagePlan, plan_run
 
 
 def summarize(config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = "") -> dict[str, str]:
@@ -253,14 +253,12 @@ def _draw_schedule(axes: Any, plan: RunPlan) -> None:
 
 
 def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: float) -> None:
-    parts = ("weights", "gradients", "optimizer", "activations", "loss", "temporary", "tables")
-    names = {"loss": "logits and loss", "tables": "rotary tables and masks"}
     bottom, legend = np.zeros(len(plan.stages)), []
-    for part, color in zip(parts, COLORS, strict=True):
+    for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
         sizes = np.array([getattr(stage.memory, part) for stage in plan.stages]) / 1e9
         if sizes.max() > 0.002 * plan.largest / 1e9:
             axes.bar(range(len(sizes)), sizes, bottom=bottom, width=0.62, color=color)
-            legend.append((names.get(part, part), color))
+            legend.append((name, color))
         bottom += sizes
     for stage, top in enumerate(bottom):
         axes.text(stage, top, f" {top:.3g} GB\n", ha="center", va="bottom", fontsize=9, linespacing=0.4)

@@ -29,7 +29,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe.router import LOAD, measured
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.run_record import finite
+from megatron.training.reporting.run_record import plain
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _as_text(record: logging.LogRecord) -> str:
 def _as_json(record: logging.LogRecord) -> str:
     fields = vars(record).get("fields") or {"level": record.levelname.lower(), "message": record.getMessage()}
     time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-    return json.dumps(finite({"time": time, **fields}))
+    return json.dumps(plain({"time": time, **fields}))
 
 
 @dataclass(frozen=True)
