@@ -289,7 +289,7 @@ def report_saves(run: Run) -> None:
 
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:
-    """The loss of one split, where there is data for it and --eval-iters asks for it; points have Megatron-LM's names."""
+    """The loss of one split, where there is data for it and --eval-iters asks for it."""
     config, iteration = run.config, run.state.iteration
     if not (config.training.eval_iters and split.exists):
         return
