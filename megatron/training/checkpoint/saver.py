@@ -143,10 +143,7 @@ class CheckpointSaver:
             self._drainer.drain(local, directory, **commit)
             self._to_drain = local.report
         else:
-            self._saver = self._saver or self._make_saver()
-            waited = time.perf_counter() - since
-            handle = self._saver.save(state, directory, common=common, rewrite=rewrite, **commit)
-            handle.report.blocking += waited
+            self._begin(state, directory, since, common=common, rewrite=rewrite, **commit)
         self._begun()
 
     def save_locally(self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float) -> None:
@@ -165,18 +162,24 @@ class CheckpointSaver:
         self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
-        self._saver = self._saver or self._make_saver()
         self._nodes = self._nodes or LocalSaver(self._tier, self._generation, self._loaded_locally)
-        waited = time.perf_counter() - since
-        handle = self._saver.save(
+        handle = self._begin(
             state,
             self._tier.root,
+            since,
             common=common,
             pending=partial(self._nodes.checkpoint, iteration),
             beside={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
         )
-        handle.report.blocking += waited
         self._local = handle.report
+        return handle
+
+    def _begin(self, state: ShardedStateDict, directory: Path, since: float, **what: Any) -> SaveHandle:
+        """Training has waited since `since`."""
+        self._saver = self._saver or self._make_saver()
+        waited = time.perf_counter() - since
+        handle = self._saver.save(state, directory, **what)
+        handle.report.blocking += waited
         return handle
 
     def _begun(self) -> None:

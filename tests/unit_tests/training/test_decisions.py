@@ -28,7 +28,7 @@ def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=No
     clock = clock or Clock()
     checkpoint = checkpoint or CheckpointConfig()
     return SaveAndExitPolicy(
-        signals or [],
+        [] if signals is None else signals,
         training or TrainingConfig(),
         checkpoint,
         saver or CheckpointSaver(checkpoint),

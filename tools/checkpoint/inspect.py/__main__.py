@@ -278,7 +278,17 @@ def diff(args: argparse.Namespace) -> int:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
-    report_differences(args, first, second, differences, len(common))
+    if args.json:
+        listed = [asdict(difference) for difference in differences]
+        compared = {"a": str(first.path), "b": str(second.path), "compared": len(common)}
+        print(json.dumps(compared | {"differences": listed}))
+        return int(bool(differences))
+    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
+    for difference in differences:
+        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
+        print(f"  {difference.key}: {difference.what}{distance}")
+    how = f"within {args.atol:g}" if args.atol else "bitwise"
+    print(f"{len(common)} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
     return int(bool(differences))
 
 
@@ -311,21 +321,6 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~same]
     return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
-
-
-def report_differences(
-    args: argparse.Namespace, first: View, second: View, differences: list[Difference], compared: int
-) -> None:
-    if args.json:
-        listed = [asdict(difference) for difference in differences]
-        print(json.dumps({"a": str(first.path), "b": str(second.path), "compared": compared, "differences": listed}))
-        return
-    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
-    for difference in differences:
-        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
-        print(f"  {difference.key}: {difference.what}{distance}")
-    how = f"within {args.atol:g}" if args.atol else "bitwise"
-    print(f"{compared} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
 
 
 # digest
