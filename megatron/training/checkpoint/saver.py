@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.find_checkpoint import iteration_directory, iteration_of, saved_iterations
-from megatron.conversion.formats import FORMATS
+from megatron.conversion.formats import FORMATS, iteration_directory, iteration_of, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Drainer,
@@ -33,11 +32,10 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.conductor import Conductor
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting.logging import report_line
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from megatron.conversion.convert import open_found
-from megatron.conversion.find_checkpoint import find_checkpoint
-from megatron.conversion.formats import Hints
+from megatron.conversion.formats import Hints, find_checkpoint
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.distributed import DistributedDataParallelConfig
