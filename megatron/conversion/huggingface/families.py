@@ -102,10 +102,6 @@ class Family:
         fields = {name: value for rule in COMMON_RULES + self.rules for name, value in rule.write(config).items()}
         return {"architectures": [self.architecture], "model_type": self.model_type} | fields
 
-    @property
-    def optional_biases(self) -> list[str]:
-        return [field for rule in self.rules for field in rule.biases]
-
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
         wanted = model_signature(config)
