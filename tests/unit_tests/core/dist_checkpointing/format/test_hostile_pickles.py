@@ -178,6 +178,14 @@ def test_views_of_one_record_are_bounded(tmp_path) -> None:
         safe_load(tensor_over(bytes(16), rank, rank))
 
 
+def test_members_that_collide_are_counted_over_all_sets() -> None:
+    """A thousand of them in one set cost milliseconds, in a hundred sets, which take five bytes each, seconds."""
+    hash_0 = b"".join(b"\x8a\x12" + (n * (2**61 - 1)).to_bytes(18, "little") + b"\x85" for n in range(1000))
+    sets = b"(cbuiltins\nset\n\x94" + b"h\x01h\x00\x85R" * 2 + b"t."
+    with pytest.raises(CheckpointError, match="more than 1000 keys that are no plain values"):
+        unpickle(PROTO + b"]\x94(" + hash_0 + b"e0" + sets, "here")
+
+
 TENSOR_USES = {
     "members": (b"cbuiltins\nset\n", b"\x85R"),
     "a deque": (b"ccollections\ndeque\n", b"\x85R"),
