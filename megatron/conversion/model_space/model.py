@@ -22,7 +22,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.tensor_parallel import TensorParallelRng

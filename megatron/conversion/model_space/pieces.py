@@ -16,7 +16,7 @@ from megatron.conversion.model_space.source import Progress, Shape, Source, Tens
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
-from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.durable_files import naming
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor

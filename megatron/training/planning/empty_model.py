@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.buffer_plan import BucketPlan, ParamGroup, ParamSpec, plan_buffer
+from megatron.core.distributed.param_and_grad_buffer import BucketPlan, ParamGroup, ParamSpec, plan_buffer
 from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import ParallelState

@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.grouped_linear import grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
-from megatron.core.transformer.moe.dispatcher import Permutation
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, Permutation
 from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
