@@ -18,7 +18,7 @@ _MOE = {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
 _GROUPS = _MOE | {"has_groups": True}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,8 @@ class ComputeOptions:
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
     """With selective: attention without its projections (core_attn, the default), the two norms in front of the
     projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
-    dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
+    dispatch (moe) or what they compute between their matrices (moe_act), latent attention from its narrow vectors on
+    (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None, positive=True)

@@ -6,16 +6,19 @@ They move by index operations alone, deterministic in both directions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, Normal, ParamInfo, child_sharded_state_dict, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
+from megatron.core.tensor_parallel import without_intermediate
 from megatron.core.tensor_parallel.mappings import gather_from_sequence, reduce_scatter_to_sequence
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.mlp import MLP, activation_of
@@ -208,6 +211,7 @@ class GroupedExperts(MegatronModule):
     def __init__(self, config: TransformerConfig, *, axes: ExpertAxes, device: torch.device | None = None) -> None:
         super().__init__()
         linear = layer_spec(config).grouped
+        self.recompute = config.recomputes("moe_act") and not config.recomputes("moe")
         self.activation = activation_of(config)
         blocks, inner = 2 if config.gated else 1, config.moe_ffn_size
         first, last = Normal(config.init_method_std), Normal(config.output_init_std)
@@ -218,8 +222,15 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, rows: Tensor, probs: Tensor, counts: Tensor) -> Tensor:
         """`rows` `[n, h]` in the order of the experts, which have `counts` rows each; `probs` `[n, 1]`."""
-        inner = self.activation(self.linear_fc1(rows, counts))
-        return self.linear_fc2((inner * probs).to(inner.dtype), counts, probs)
+        inner = self.linear_fc1(rows, counts)
+        if not (self.recompute and self.training):
+            return self.linear_fc2(self._weighted(inner, probs), counts, probs)
+        weighted = partial(torch_checkpoint, self._weighted, probs=probs, use_reentrant=False, preserve_rng_state=False)
+        return without_intermediate(weighted, partial(self.linear_fc2, counts=counts, probs=probs), inner)
+
+    def _weighted(self, inner: Tensor, probs: Tensor) -> Tensor:
+        activated = self.activation(inner)
+        return (activated * probs).to(activated.dtype)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Under Megatron-core's keys, which say `experts` twice."""

@@ -24,6 +24,7 @@ from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.compare import assert_same
+from tests.live_tensors import LiveTensors
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
 BASE = {
@@ -372,6 +373,32 @@ def test_an_expert_without_room_drops_the_lowest_weights():
         router.weight[0] = 0.05
     kept = router(torch.linspace(1, 2, 8).unsqueeze(1).expand(8, 16), 1).kept
     assert kept.sum() == 2 and kept[-2:].all()  # everyone chose the first expert
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}], ids=str)
+def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
+    """The same bits, and of the values between an expert's matrices neither activation nor product."""
+    found = []
+    for more in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}):
+        torch.manual_seed(0)
+        config = config_of(**options, **more)
+        layer = MoELayer(config, Placement(Axis(), TensorParallelRng(0, 0)), layer_number=0)
+        layer.initialize(1)
+        for matrix in (layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight):
+            matrix.main_grad = torch.zeros_like(matrix, dtype=torch.float32)
+        hidden = torch.randn(32, 2, config.hidden_size).to(config.params_dtype).requires_grad_()
+        with LiveTensors() as live:
+            before = live.live
+            output = layer(hidden)
+            kept = live.live - before
+            output.square().sum().backward()
+        gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in layer.parameters() if p.requires_grad]
+        found.append((output, hidden.grad, *gradients, kept))
+    (*plain, kept), (*again, kept_again) = found
+    for mine, expected in zip(again, plain, strict=True):
+        assert torch.equal(mine, expected)
+    rows = 32 * 2 * config.moe_router_topk
+    assert kept - kept_again == 2 * rows * config.moe_ffn_size * config.params_dtype.itemsize
 
 
 @pytest.mark.parametrize(
