@@ -40,7 +40,7 @@ class ComputeOptions:
     """How fp8 tensors are scaled: by the maxima of earlier steps, by their own, by those of blocks, of 32 elements."""
     fp8_margin: int = flag(0)
     """With delayed scaling: scales are smaller by 2 to this power."""
-    fp8_amax_history_len: int = flag(1)
+    fp8_amax_history_len: int = flag(1, positive=True)
     """With delayed scaling: number of maxima that are kept."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
     """With delayed scaling: which of them decides."""
@@ -158,7 +158,7 @@ class ExpertOptions:
     """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
     moe_router_force_load_balancing: bool = flag(False)
     """Let the router choose at random, for measurements: new weights use some experts far more than others."""
-    moe_expert_capacity_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    moe_expert_capacity_factor: float | None = flag(None, positive=True, decides="mathematics", when=_MOE)
     """Drop tokens beyond this many times an expert's even share. Default: none is dropped."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), decides="mathematics", when=_DROPPING)
     """Which tokens an expert without room drops: those with the lowest weights, or the last ones."""

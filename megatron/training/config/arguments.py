@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.utils import raise_problems
+from megatron.core.utils import Bound, bounds, raise_problems
 from megatron.training.config.megatron_options import (
     MEGATRON_OPTIONS,
     OLD_VALUES,
@@ -33,7 +33,6 @@ from megatron.training.config.megatron_options import (
 )
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
-Bound = tuple[Callable[[Any], bool], str]  # what a value must fulfil, and how an error says that
 
 
 @dataclass(frozen=True)
@@ -239,14 +238,8 @@ def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
 
 def _bounds(metadata: Mapping[str, Any], convert: Callable[[str], Any]) -> tuple[Bound, ...]:
     """A number is in the range of its field, and finite in any case: NaN is neither above nor below anything."""
-    low, high = metadata["at_least"], metadata["at_most"]
-    bounds = {
-        "a finite number": (convert is float, math.isfinite),
-        "positive": (metadata["positive"], lambda value: value > 0),
-        f"at least {low}": (low is not None, lambda value: value >= low),
-        f"at most {high}": (high is not None, lambda value: value <= high),
-    }
-    return tuple((holds, what) for what, (wanted, holds) in bounds.items() if wanted)
+    finite: tuple[Bound, ...] = ((math.isfinite, "a finite number"),) if convert is float else ()
+    return finite + tuple(bounds(metadata))
 
 
 def _take(words: collections.deque[str], arity: str) -> list[str]:
