@@ -23,7 +23,7 @@ from megatron.core.datasets.gpt_dataset import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indices import MAX_BLEND_MEMBERS, Arrays, build_blend_index, digest_of, load_or_build
-from megatron.core.progress import Progress
+from megatron.core.utils import Progress
 
 
 class BlendedDataset:

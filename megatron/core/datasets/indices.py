@@ -22,7 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron.core.durable_files import committed, fsync_directory
-from megatron.core.progress import Progress
+from megatron.core.utils import Progress
 
 try:
     from megatron.core.datasets import helpers_cpp

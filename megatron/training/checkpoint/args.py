@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.conversion.convert import open_found
-from megatron.conversion.find_checkpoint import find_checkpoint
-from megatron.conversion.formats import Hints
+from megatron.conversion.formats import Hints, find_checkpoint
 from megatron.conversion.megatron_lm.args import with_asked_for
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.transformer_config import deciding_fields, is_used

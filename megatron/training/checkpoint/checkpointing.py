@@ -30,7 +30,7 @@ from megatron.conversion.megatron_lm.args import common_state as megatron_common
 from megatron.conversion.megatron_lm.args import extra_states, in_chain
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Progress
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name

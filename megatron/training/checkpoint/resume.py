@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.convert import load_from_source, open_found
-from megatron.conversion.find_checkpoint import Found, NoCheckpointError, find_checkpoint
-from megatron.conversion.formats import Hints, is_extra_state
+from megatron.conversion.formats import Found, Hints, NoCheckpointError, find_checkpoint, is_extra_state
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, TrainingState
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import HeldCheckpoint, SpreadCheckpoint, find_held
 from megatron.core.dist_checkpointing.local_tier import LocalTier

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.conversion.find_checkpoint import iteration_directory, saved_iterations
-from megatron.conversion.formats import FORMATS
+from megatron.conversion.formats import FORMATS, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import Generation, Lineage, is_complete, load_common, read_lineage
 from megatron.core.dist_checkpointing.background import Workers
 

@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.conversion.find_checkpoint import detect, named_checkpoint, require_checkpoint
-from megatron.conversion.formats import FORMATS, is_extra_state
+from megatron.conversion.formats import FORMATS, detect, is_extra_state, named_checkpoint, require_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointMetadata,
@@ -40,23 +39,22 @@ from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
-from megatron.core.progress import Progress
-from megatron.core.utils import size_text
+from megatron.core.utils import Progress, size_text
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.conversion import convert
     from megatron.conversion.megatron_lm import torch_dist
-    from megatron.conversion.model_space import pieces, rank_layout
+    from megatron.conversion.model_space import model, pieces
     from megatron.conversion.model_space.source import Shape, TensorInfo
     from megatron.core.dist_checkpointing import boxes, verification
     from megatron.training.planning import pictures
 else:  # `show` needs torch for other formats than torch_dist alone
     torch, pictures = map(lazy_module, ("torch", "megatron.training.planning.pictures"))
-    convert, torch_dist, pieces, rank_layout = (
+    convert, torch_dist, pieces, model = (
         lazy_module(f"megatron.conversion.{name}")
-        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.rank_layout")
+        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
     )
     boxes, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("boxes", "verification"))
 
@@ -147,7 +145,7 @@ def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
     for key, stored in metadata.tensors.items():
         kind, chunks = key.split(".")[2] if key.startswith("optimizer.state.") else "weights", stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            part = shares[chunks.files[file]].setdefault(rank_layout.part_of(key), {})
+            part = shares[chunks.files[file]].setdefault(model.part_of(key), {})
             part[kind] = part.get(kind, 0) + length
     for location in set(metadata.objects.values()):  # one may stand under several keys
         part = shares[location.file].setdefault("objects", {})
@@ -294,7 +292,7 @@ def compare_tensor(
     for offset, part in first.slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
-        if part.dtype == other.dtype and torch.equal(pieces.bits(part), pieces.bits(other)):
+        if part.dtype == other.dtype and pieces.same_bits(part, other):
             continue
         unequal, distance = _distance(part, other)
         largest, count = max(largest, distance), count + unequal
@@ -358,9 +356,7 @@ def plan(args: argparse.Namespace) -> int:
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = rank_layout.plan_load(
-            source, rank_layout.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args))
-        )
+        ranks = model.plan_load(source, model.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
     except ValueError as error:
         result = facts | {"loadable": False, "reason": str(error)}
         print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
@@ -371,8 +367,8 @@ def plan(args: argparse.Namespace) -> int:
             "pp": rank.pp,
             "layers": [[chunk.start, chunk.stop] for chunk in rank.layers],
             "parameters": rank.parameters,
-            "weight_bytes": rank.weight_bytes,
-            "optimizer_bytes": -(-rank.optimizer_bytes // args.data_parallel_size),
+            "weight_bytes": rank.nbytes("weights"),
+            "optimizer_bytes": -(-rank.nbytes("optimizer") // args.data_parallel_size),
         }
         for rank in ranks
     ]

@@ -8,10 +8,9 @@ import torch
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.formats import Hints, Options, is_extra_state
-from megatron.conversion.megatron_lm.args import stored_model
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, plan_load, rank_parameters
+from megatron.conversion.model_space.model import Layout, in_modules, model_config, plan_load, rank_parameters
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.memory_source import LLAMA_ARGS, random_source
@@ -209,7 +208,7 @@ def test_rows_that_local_modules_cannot_split(tmp_path_factory, tmp_path):
     source = open_checkpoint(unpacked(tmp_path_factory, "megatron_moe/deepseek_fp32/pp2ep2_legacy"))
     layout = Layout.of(source.args["num_layers"], 2, 1, experts=(1, None))
     source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}
-    config = stored_model(source.args, 288, "a model")
+    config = model_config(source.args, 288, "a model")
     odd = dataclasses.replace(config, kv_lora_rank=config.kv_lora_rank + 1)
     (chunk,) = rank_parameters(odd, layout, 0, 0)
     with pytest.raises(ValueError, match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly"):

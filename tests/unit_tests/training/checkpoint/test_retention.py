@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.find_checkpoint import fault, find_checkpoint, iteration_directory, saved_iterations
+from megatron.conversion.formats import fault, find_checkpoint, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
