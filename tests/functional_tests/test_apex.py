@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megatron.core.optimizer import update_rules
-from megatron.core.optimizer.update_rules import sum_of_squares
+from megatron.core.optimizer.update_rules import apex_sum_of_squares
 from megatron.core.utils import import_apex
 from megatron.training.config.run_config import parse_args
 from tests import ROOT, apex_checks
@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
 def test_without_apex_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_C", None)
     with pytest.raises(ValueError, match=r"amp_C cannot be imported.*Build apex.*--optimizer-impl torch"):
-        sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
+        apex_sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     with pytest.raises(ValueError, match=r"Build apex.*--norm-impl torch"):
         apex_checks.check_norms("cpu", 0.0)
