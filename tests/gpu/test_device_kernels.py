@@ -9,6 +9,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
+    layers,
     linear_cross_entropy,
     loss_chunk_elements,
 )
