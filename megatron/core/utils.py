@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 import threading
 import time
@@ -56,28 +57,27 @@ def raise_problems(problems: Iterable[str]) -> None:
         raise ValueError("\n".join(lines))
 
 
-Bound = tuple[Callable[[Any], bool], str]  # what a value must fulfil, and how an error says that
-
-
-def bounds(metadata: Mapping[str, Any]) -> Iterator[Bound]:
-    """The range of a `flag`'s number."""
+def out_of_range(value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """What the value of a `flag` must be and is not."""
     low, high = metadata["at_least"], metadata["at_most"]
-    if metadata["positive"]:
-        yield (lambda value: value > 0), "positive"
-    if low is not None:
-        yield (lambda value: value >= low), f"at least {low}"
-    if high is not None:
-        yield (lambda value: value <= high), f"at most {high}"
+    for wrong, wanted in (
+        # In any case: NaN is neither above nor below anything.
+        (isinstance(value, float) and not math.isfinite(value), "a finite number"),
+        (metadata["positive"] and value <= 0, "positive"),
+        (low is not None and value < low, f"at least {low}"),
+        (high is not None and value > high, f"at most {high}"),
+    ):
+        if wrong:
+            yield wanted
 
 
-def out_of_range(config: Any) -> Iterator[str]:
+def range_problems(config: Any) -> Iterator[str]:
     """What is wrong with the numbers of a dataclass of flags."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.metadata and isinstance(value, int | float):
-            for holds, what in bounds(field.metadata):
-                if not holds(value):
-                    yield f"--{field.name.replace('_', '-')} must be {what}, got {value}"
+            for wanted in out_of_range(value, field.metadata):
+                yield f"--{field.name.replace('_', '-')} must be {wanted}, got {value}"
 
 
 def size_text(nbytes: float) -> str:
@@ -197,7 +197,7 @@ def flag(
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
     opposite of its default. `parse` makes the value of a word whose form the type does not tell; that a number is
-    `positive`, `at_least` or `at_most` so large is checked where the command line is read, and by `out_of_range`.
+    `positive`, `at_least` or `at_most` so large is checked where the command line is read, and by `range_problems`.
 
     A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
     same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two

@@ -56,6 +56,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     optimizer_states,
     plain_args,
+    read_whole,
     split_key,
 )
 from megatron.core.dist_checkpointing.format import schema
@@ -349,8 +350,8 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Stor
     shapes = model_tensors(config)
     placed = {place.key for place in places}
     check_parameters(source.tensors, shapes, source.description, config.vocab_size)
-    for key, shape in shapes.items():
-        if key not in placed and torch.count_nonzero(source.read(key, (0,) * len(shape), shape)):
+    for key in shapes:
+        if key not in placed and torch.count_nonzero(read_whole(source, key)):
             raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
     extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
     if extra:

@@ -186,9 +186,8 @@ def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedToke
     result.lost += [
         f"tokenizer: {path} is not here; give --tokenizer with a directory that has both" for path in missing
     ]
-    if missing or not _copy(vocab, directory / "vocab.json", result):
-        return
-    if not _copy(merges, directory / "merges.txt", result):
+    copies = {vocab: "vocab.json", merges: "merges.txt"}
+    if missing or not all(_copy(path, directory / name, result) for path, name in copies.items()):
         return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
     end = schema.read_json(directory / "vocab.json").get("<|endoftext|>")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import random
 import re
@@ -285,10 +284,6 @@ def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObje
     return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
-def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
-
-
 class MegatronRank(NamedTuple):
     """A rank that writes a directory; with expert parallelism those that hold the first replica of their experts."""
 
@@ -315,8 +310,8 @@ class MegatronRank(NamedTuple):
         return f"{experts}tensor-parallel rank {etp}, pipeline rank {self.pp}"
 
     def directory(self, parallel: ParallelConfig) -> str:
-        ep = self.expert[1] if self.expert else 0
-        return rank_directory(self.tp, self.pp, parallel.pp_size, ep, parallel.ep_size)
+        stage = f"_{self.pp:03d}" if parallel.pp_size > 1 else ""
+        return f"mp_rank_{self.tp:02d}{stage}" + (f"_{self.expert[1]:03d}" if self.expert else "")
 
 
 def least_world(parallel: ParallelConfig) -> int:
@@ -345,9 +340,12 @@ def legacy_faults(directory: Path) -> list[str]:
     first = first_legacy(directory)
     stored = COMMON(open_legacy(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
-    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    has_experts = isinstance(args.get("num_experts"), int) and args["num_experts"] > 1
+    axes = ("tensor_model", "pipeline_model", *(("expert_model", "expert_tensor") if has_experts else ()))
+    sizes = {f"{axis}_parallel_size": args.get(f"{axis}_parallel_size") or None for axis in axes}
+    parallel = ParallelConfig(**{name: size for name, size in sizes.items() if size is not None})
+    RANKS(parallel.tp_size * parallel.pp_size, f"{first}: {parallel.tp_size} x {parallel.pp_size} ranks")
+    ranks = {rank.directory(parallel) for rank in MegatronRank.of(parallel, int(args.get("world_size") or 0))}
     if not args or first.parent.name not in ranks:
         return []  # of a layout or an age that is refused when it is opened
     names = [MODEL_FILE]

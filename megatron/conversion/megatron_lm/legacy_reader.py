@@ -32,7 +32,6 @@ from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
     check_optimizer_complete,
-    in_modules,
     local_name,
     model_config,
     norm_key,
@@ -109,8 +108,7 @@ class LegacySource:
             folder = folders[rank]
             # What this rank holds follows from the layers; the order of its parameters from its file, since flat
             # optimizer buffers were filled in the order of the modules.
-            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
-            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args)
             chunks = self._add_weights(content, chunks, folder)
             grouped = any(name.endswith(".experts.weight1") for model in _models(content, folder) for name in model)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)

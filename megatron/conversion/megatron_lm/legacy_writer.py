@@ -30,7 +30,6 @@ from megatron.conversion.model_space.model import (
     Layout,
     LocalBox,
     LocalParameter,
-    in_modules,
     model_config,
     rank_parameters,
 )
@@ -148,8 +147,7 @@ class _Contents:
         """By file name."""
         args, training = self._args, self._source.training
         divisible_by = args["make_vocab_size_divisible_by"]
-        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert)
-        chunks = [in_modules(parameters, args, rank.tp) for parameters in chunks]
+        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args)
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)

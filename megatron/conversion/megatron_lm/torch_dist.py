@@ -44,7 +44,6 @@ from megatron.conversion.model_space.model import (
     LocalParameter,
     check_optimizer_complete,
     check_parameters,
-    in_modules,
     model_config,
     model_tensors,
     norm_key,
@@ -220,8 +219,7 @@ class TorchDistSource:
         grid = itertools.product(*map(range, sizes)) if apart else ()
         ranks += [(1, place, MegatronRank(0, pp, (etp, ep))) for place, (pp, ep, etp) in enumerate(grid)]
         for optimizer, place, rank in ranks:
-            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, expert_rank=rank.expert)
-            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args)
             for chunk, parameters in enumerate(by_optimizer(chunks, apart)[optimizer]):
                 if parameters:
                     self._add_chunk(buckets, (optimizer, place, chunk), parameters, f"{self.description}, {rank}")

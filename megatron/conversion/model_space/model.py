@@ -267,10 +267,12 @@ def rank_parameters(
     pp_rank: int,
     divisible_by: int = 1,
     expert_rank: tuple[int, int] | None = None,
+    args: Mapping[str, Any] | None = None,
 ) -> list[list[LocalParameter]]:
     """The parameters of every chunk of a rank, in module order; each expert by itself.
 
-    `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are.
+    `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are. `args` are
+    those of a run of Megatron-LM: names, order and shapes are then those of its modules.
     """
     # The ranks of dense layers do not depend on how experts are spread, so they need no world with room for both.
     dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
@@ -294,7 +296,7 @@ def rank_parameters(
             device=torch.device("meta"),
         )
         chunks.append(_parameters_of(model))
-    return chunks
+    return chunks if args is None else [_in_modules(parameters, args, tp_rank) for parameters in chunks]
 
 
 def _parameters_of(model: GPTModel) -> list[LocalParameter]:
@@ -363,7 +365,7 @@ def local_name(name: str) -> str:
     return name
 
 
-def in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
+def _in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
     """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the modules of a Megatron-LM
     run with these arguments had: ours, which are Transformer Engine's, or Megatron-core's local ones.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.utils import flag, out_of_range, raise_problems
+from megatron.core.utils import flag, raise_problems, range_problems
 
 
 @dataclass
@@ -79,7 +79,7 @@ class OptimizerConfig:
     """The dynamic loss scale is halved from this overflow on, counted since it last grew."""
 
     def __post_init__(self) -> None:
-        raise_problems([*out_of_range(self), *self._problems(), *self._check_weight_decay_schedule()])
+        raise_problems([*range_problems(self), *self._problems(), *self._check_weight_decay_schedule()])
 
     def _problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:

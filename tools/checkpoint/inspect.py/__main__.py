@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from megatron.conversion.model_space import model, pieces
     from megatron.conversion.model_space.source import Shape, TensorInfo
     from megatron.core.dist_checkpointing import boxes, verification
-    from megatron.training.planning import pictures
+    from megatron.training.planning import summary
 else:  # `show` needs torch for other formats than torch_dist alone
-    torch, pictures = map(lazy_module, ("torch", "megatron.training.planning.pictures"))
+    torch, summary = map(lazy_module, ("torch", "megatron.training.planning.summary"))
     convert, torch_dist, pieces, model = (
         lazy_module(f"megatron.conversion.{name}")
         for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
@@ -130,7 +130,7 @@ def show(args: argparse.Namespace) -> int:
                 f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
             )
         title = f"{path.name}: who wrote what"
-        pictures.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
+        summary.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
@@ -276,7 +276,17 @@ def diff(args: argparse.Namespace) -> int:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
-    report_differences(args, first, second, differences, len(common))
+    if args.json:
+        listed = [asdict(difference) for difference in differences]
+        compared = {"a": str(first.path), "b": str(second.path), "compared": len(common)}
+        print(json.dumps(compared | {"differences": listed}))
+        return int(bool(differences))
+    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
+    for difference in differences:
+        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
+        print(f"  {difference.key}: {difference.what}{distance}")
+    how = f"within {args.atol:g}" if args.atol else "bitwise"
+    print(f"{len(common)} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
     return int(bool(differences))
 
 
@@ -309,21 +319,6 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~same]
     return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
-
-
-def report_differences(
-    args: argparse.Namespace, first: View, second: View, differences: list[Difference], compared: int
-) -> None:
-    if args.json:
-        listed = [asdict(difference) for difference in differences]
-        print(json.dumps({"a": str(first.path), "b": str(second.path), "compared": compared, "differences": listed}))
-        return
-    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
-    for difference in differences:
-        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
-        print(f"  {difference.key}: {difference.what}{distance}")
-    how = f"within {args.atol:g}" if args.atol else "bitwise"
-    print(f"{compared} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
 
 
 # digest
@@ -375,7 +370,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        pictures.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
+        summary.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
     if args.json:
         print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0

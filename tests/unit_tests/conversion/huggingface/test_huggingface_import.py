@@ -15,7 +15,8 @@ from megatron.conversion.formats import Hints, Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from megatron.core.transformer.transformer_config import deciding_fields
-from megatron.training.checkpoint.args import check_same_model, stored_args
+from megatron.training.checkpoint.resume import check_same_model
+from megatron.training.config.run_config import stored_args
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.training.data.samplers import BatchSchedule, rampup_steps, token_steps
-from megatron.training.forward_backward import MicrobatchFeed
+from megatron.training.config.options import BatchSchedule, rampup_steps, token_steps
+from megatron.training.run import MicrobatchFeed
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
