@@ -36,10 +36,10 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
 )
 from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
-from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
 from megatron.core.utils import Progress as ProgressBar

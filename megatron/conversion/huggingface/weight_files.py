@@ -38,8 +38,8 @@ from megatron.conversion.model_space.pieces import (
 )
 from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor, safe_load
-from megatron.core.dist_checkpointing.boxes import narrow
 from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 

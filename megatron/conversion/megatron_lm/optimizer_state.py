@@ -22,7 +22,7 @@ from megatron.conversion.model_space.source import (
     split_key,
 )
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.boxes import Extent, narrow, overlap
+from megatron.core.dist_checkpointing.mapping import Extent, narrow, overlap
 from megatron.core.utils import round_up
 
 if TYPE_CHECKING:

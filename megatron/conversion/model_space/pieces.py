@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
-from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
+from megatron.core.dist_checkpointing.mapping import Runs, byte_runs, cut_rows, narrow, overlap
 from megatron.core.durable_files import naming
 
 if TYPE_CHECKING:

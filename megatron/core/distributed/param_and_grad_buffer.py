@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.dist_checkpointing.boxes import Shape
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.module import ParamInfo, param_info
 from megatron.core.parallel_state import Axis, group_of
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor, reduce_scatter_tensor

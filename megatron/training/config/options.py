@@ -1,4 +1,4 @@
-"""What a run is: batches and length, processes, logging, checkpoints.
+"""What a run is: batches (and how their size grows) and length, processes, logging, checkpoints.
 
 Every field is a flag of the command line (`arguments.py`); names and defaults are Megatron-LM's. The configurations of
 the model, the data, the optimizer and the data-parallel buffers stand beside the code that reads them.
@@ -79,9 +79,6 @@ class BatchSchedule:
     decrease_if_needed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "micro_batch_size", "data_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name.replace('_', ' ')} must be positive, got {getattr(self, name)}")
         product = f"micro batch size {self.micro_batch_size} x data-parallel size {self.data_parallel_size}"
         for _, size in self.steps:
             if size < self.samples_per_microbatch:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megatron.conversion.megatron_lm import torch_dist
     from megatron.conversion.model_space import model, pieces
     from megatron.conversion.model_space.source import Shape, TensorInfo
-    from megatron.core.dist_checkpointing import boxes, verification
+    from megatron.core.dist_checkpointing import mapping, verification
     from megatron.training.planning import summary
 else:  # `show` needs torch for other formats than torch_dist alone
     torch, summary = map(lazy_module, ("torch", "megatron.training.planning.summary"))
@@ -56,7 +56,7 @@ else:  # `show` needs torch for other formats than torch_dist alone
         lazy_module(f"megatron.conversion.{name}")
         for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
     )
-    boxes, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("boxes", "verification"))
+    mapping, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("mapping", "verification"))
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -80,7 +80,7 @@ class View(NamedTuple):
     def slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
         """(offset, rows) of a tensor in turn."""
         info = self.tensors[key]
-        for offset, shape in boxes.cut_rows(info.shape, info.dtype.itemsize, SLICE):
+        for offset, shape in mapping.cut_rows(info.shape, info.dtype.itemsize, SLICE):
             yield offset, self.read(key, offset, shape)
 
 

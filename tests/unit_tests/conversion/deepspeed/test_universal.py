@@ -16,7 +16,7 @@ from megatron.conversion.deepspeed.universal import UniversalSource, write_unive
 from megatron.conversion.formats import Hints, Options, formats_of, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from tests import GOLDEN
 from tests.distributed import DistributedPool
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.boxes import flat_range_boxes
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_keys
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, flat_range_boxes, map_keys
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
