@@ -157,7 +157,7 @@ class HuggingFaceSource:
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
-        self._biases_off = [name for name in family.optional_biases if not hf.get(name)]
+        self._biases_off = [name for rule in family.rules for name in rule.biases if not hf.get(name)]
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)  # of a tensor: one, or one per expert
         for part in _places(family, config, lambda name: self._name(name) in self._files):
             if self._holds(part):

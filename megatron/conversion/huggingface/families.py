@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.format.schema import optional, printable, 
 from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY, TransformerConfig, model_signature
 
 # Fields that describe files, tokens, generation or speed; none of them changes the logits.
-_HARMLESS = """
+HARMLESS = """
     _name_or_path name_or_path _commit_hash architectures model_type transformers_version use_cache return_dict
     output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing is_decoder
     attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
@@ -52,7 +52,6 @@ _HARMLESS = """
     temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss"""
-HARMLESS = frozenset(_HARMLESS.split())
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Family:
         # A field that nobody reads may still change the model, so all must be known before any is used.
         rules = COMMON_RULES + self.rules
         checks = {field: check for rule in rules for field, check in rule.fields.items()}
-        known = HARMLESS.union(self.harmless.split(), ignored, checks)
+        known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
         unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
         if unknown:
             listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
@@ -101,10 +100,6 @@ class Family:
     def write_config(self, config: TransformerConfig) -> Json:
         fields = {name: value for rule in COMMON_RULES + self.rules for name, value in rule.write(config).items()}
         return {"architectures": [self.architecture], "model_type": self.model_type} | fields
-
-    @property
-    def optional_biases(self) -> list[str]:
-        return [field for rule in self.rules for field in rule.biases]
 
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""

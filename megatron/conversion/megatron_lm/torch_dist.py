@@ -152,7 +152,9 @@ class TorchDistSource:
         groups = param_groups(common.get("optimizer")) if optimizer else None
         if buckets:
             self._add_buckets(buckets)
-            groups = groups or self._groups_of_buckets()
+            name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+            keys = [key for key in (name, f"chained_0.{name}") if key in stored.objects]
+            groups = groups or (param_groups(self._reader.read_object(keys[0])) if keys else None)
         self._table.complete()
         self.training: TrainingState | None = training_state(common, self.args, groups)
         self.training.rng = _generators(self._reader)
@@ -248,11 +250,6 @@ class TorchDistSource:
             return self._reader.read(key, (*place, start), (1,) * len(place) + (count,)).view(-1)
 
         return read
-
-    def _groups_of_buckets(self) -> list[dict[str, Any]] | None:
-        name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
-        keys = [key for key in (name, f"chained_0.{name}") if key in self._reader.metadata.objects]
-        return param_groups(self._reader.read_object(keys[0])) if keys else None
 
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         ShardedStateDict,
         ShardedTensor,
         flat_range_boxes,
-        map_keys,
     )
     from megatron.core.dist_checkpointing.saving.conductor import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation

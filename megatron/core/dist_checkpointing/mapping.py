@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -310,8 +310,3 @@ class ShardedObject:
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]
-
-
-def map_keys(state: ShardedStateDict, rename: Callable[[str], str]) -> ShardedStateDict:
-    """The same state under other keys."""
-    return {rename(key): replace(entry, key=rename(key)) for key, entry in state.items()}

@@ -247,10 +247,7 @@ def torch_globals() -> dict[tuple[str, str], Any]:
     }
 
 
-# What stands for globals of torch where no tensor is asked for.
-NAMES_OF_TORCH: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): Function(lambda shape=(): _extents(shape)),
-}
+PLAIN_SIZE = Function(lambda shape=(): _extents(shape))  # stands for torch.Size where no tensor is asked for
 
 SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _of(str, str),

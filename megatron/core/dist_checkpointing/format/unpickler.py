@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron.core.dist_checkpointing.format.safe_globals import (
     DTYPE_NAME,
-    NAMES_OF_TORCH,
+    PLAIN_SIZE,
     SAFE_GLOBALS,
     DtypeName,
     Function,
@@ -261,8 +261,8 @@ class _Unpickler:
             return SAFE_GLOBALS[module, name]
         if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
             return DtypeName(f"torch.{name}")
-        if self._names and (module, name) in NAMES_OF_TORCH:
-            return NAMES_OF_TORCH[module, name]
+        if self._names and (module, name) == ("torch", "Size"):
+            return PLAIN_SIZE
         if module.partition(".")[0] == "torch" and not module.startswith(_INERT_PACKAGES):
             if (module, name) in torch_globals():
                 return torch_globals()[module, name]

@@ -128,28 +128,30 @@ def fill(
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """`load` from what is open already, whatever its format; `where` names it in messages. A collective."""
-    check_strictness(strictness)
+    if strictness not in STRICTNESS:
+        raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
     started = time.perf_counter()
     coordination = Coordination.of(group)
 
-    def compare() -> tuple[LocalSpec, KeyComparison]:
+    def compare() -> tuple[LocalSpec, _KeyComparison]:
         spec = describe(state)
         _check_apart(state)
-        return spec, compare_keys(spec, reader.metadata)
+        return spec, _compare_keys(spec, reader.metadata)
 
-    def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
-        merged = merge_comparisons(comparisons, reader.metadata, skip, where)
-        return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
+    def report_of(comparisons: list[_KeyComparison]) -> list[LoadReport]:
+        merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
+        return [_apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
     # An error of one rank is told to all before any of them waits for another one's share.
     spec, comparison = coordination.together(compare)
-    report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
+    report: LoadReport = coordination.map_at_coordinator(comparison, report_of)
     shares = _share_reading(reader, spec, parallelization_group)
     objects = coordination.together(lambda: _read_local(state, reader, workers, shares, parallelization_group))
     if any(shares):
         _all_gather_shares(shares, _boxes_of(state), parallelization_group)
-    seconds = time.perf_counter() - started
-    return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
+    report.objects, report.seconds = objects, time.perf_counter() - started
+    report.bytes_needed, report.bytes_read = reader.bytes_needed, reader.bytes_read
+    return report
 
 
 def _check_apart(state: ShardedStateDict) -> None:
@@ -255,19 +257,7 @@ def _copy_bytes(tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, f
         position += tensor.nbytes
 
 
-class KeyReport(NamedTuple):
-    """`unexpected`: asked for but not in the checkpoint; `missing`: in the checkpoint, asked for by no rank."""
-
-    unexpected: list[str]
-    missing: list[str]
-
-
-def check_strictness(strictness: str) -> None:
-    if strictness not in STRICTNESS:
-        raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
-
-
-class KeyComparison(NamedTuple):
+class _KeyComparison(NamedTuple):
     """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all ranks."""
 
     wrong: list[str]  # lines about keys whose shape or kind differs
@@ -275,7 +265,7 @@ class KeyComparison(NamedTuple):
     requested: bytes  # a bit for each key of the checkpoint, in sorted order: this rank asks for it
 
 
-def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
+def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """What this rank asks for against the checkpoint."""
     shapes: dict[str, tuple[int, ...] | None] = {tensor.key: tensor.shape for tensor in spec.tensors}
     shapes.update(dict.fromkeys(spec.objects))
@@ -290,12 +280,12 @@ def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
     stored = _stored_keys(contents)
     # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of keys.
     requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
-    return KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
+    return _KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
 
 
-def merge_comparisons(
-    comparisons: Sequence[KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
-) -> KeyReport:
+def _merge_comparisons(
+    comparisons: Sequence[_KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
+) -> LoadReport:
     """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
@@ -305,21 +295,21 @@ def merge_comparisons(
     stored = _stored_keys(contents)
     requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
     missing = [key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)]
-    return KeyReport(unexpected, missing)
+    return LoadReport(unexpected=unexpected, missing=missing)
 
 
 def _stored_keys(contents: Contents) -> list[str]:
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
-def apply_strictness(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
+def _apply_strictness(report: LoadReport, strictness: str, contents: Contents, where: str) -> LoadReport:
     """Raise or log as `strictness` says; what is left is for the caller."""
     stored = _stored_keys(contents)
     unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
     titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
     raised, left = [], []
-    reactions = zip(report, (unexpected, report.missing), titles, STRICTNESS[strictness], strict=True)
-    for keys, lines, title, reaction in reactions:
+    found = ((report.unexpected, unexpected), (report.missing, report.missing))
+    for (keys, lines), title, reaction in zip(found, titles, STRICTNESS[strictness], strict=True):
         text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"
         if keys and reaction == RAISE:
             raised.append(text)
@@ -328,7 +318,7 @@ def apply_strictness(report: KeyReport, strictness: str, contents: Contents, whe
         left.append(keys if reaction == RETURN else [])
     if raised:
         raise CheckpointError(f"{where}: " + "\n".join(raised))
-    return KeyReport(*left)
+    return LoadReport(unexpected=left[0], missing=left[1])
 
 
 def _with_near(key: str, stored: list[str]) -> str:
