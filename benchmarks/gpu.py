@@ -30,12 +30,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.parallel_state import Axis  # noqa: E402
-from megatron.core.progress import Progress  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng, linear_cross_entropy  # noqa: E402
 from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
 from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import Progress  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
 from megatron.training.planning.costs import model_flops_per_token  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402

@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor, load, save  # noqa: E402
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held  # noqa: E402
-from megatron.core.dist_checkpointing.local_tier import LocalTier  # noqa: E402
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver  # noqa: E402
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
 from megatron.training.reporting.run_record import read_record  # noqa: E402
 from tests.cluster import Cluster  # noqa: E402

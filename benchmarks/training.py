@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.progress import Progress  # noqa: E402
+from megatron.core.utils import Progress  # noqa: E402
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
 EXPERTS, EXPERT_FFN = 8, FFN // 2  # of --moe: 2 experts for a token cost what the dense MLP does

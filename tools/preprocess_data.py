@@ -27,8 +27,7 @@ import numpy as np
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
 from megatron.core.datasets.ordered_workers import OrderedWorkers
-from megatron.core.progress import Progress
-from megatron.core.utils import flag
+from megatron.core.utils import Progress, flag
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import on_branch, read_lineage, read_track
 from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
-from megatron.core.progress import Progress
+from megatron.core.utils import Progress
 from megatron.training.reporting.run_record import RecordedStart, finite, goodput, kept_until, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")

@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
-from megatron.core.progress import Progress as ProgressBar
+from megatron.core.utils import Progress as ProgressBar
 
 _VERIFY_BYTES = 64 << 20
 

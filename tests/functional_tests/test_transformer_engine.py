@@ -53,7 +53,7 @@ def train_with_stand_in(rank, world_size, flags):
     if STAND_IN not in sys.path:
         sys.path.insert(0, STAND_IN)
     te = importlib.import_module("transformer_engine.pytorch")
-    te.CALLS.clear()
+    te.forget()
     outcome = train(rank, world_size, flags)
     return outcome, [told for _, told in te.CALLS], te_state(te)
 
@@ -142,6 +142,14 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
         assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
 
 
+def test_recomputed_attention_leaves_fp8_alone(pool):
+    """It has no tensor in fp8: scales and histories are those of a run that keeps it, after as many reductions."""
+    flags = f"{DATA} {MODELS['llama']} {FP8} "
+    ((kept, _, scales),) = pool.run(train_with_stand_in, 1, flags)
+    ((again, _, same_scales),) = pool.run(train_with_stand_in, 1, flags + "--recompute-granularity selective")
+    assert again.measured.losses == kept.measured.losses and same_scales == scales
+
+
 def test_kernels_of_loss_and_rotation(pool):
     """At TP2, where the vocabulary has padding."""
     flags = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --make-vocab-size-divisible-by 64 "
@@ -156,7 +164,6 @@ def user_buffers(rank, world_size, flags):
     _, told, _ = train_with_stand_in(rank, world_size, flags)
     te = importlib.import_module("transformer_engine.pytorch")
     ((shape, tp_size, modes, *others),) = te.USER_BUFFERS
-    te.USER_BUFFERS.clear()
     return (shape, tp_size, [mode.name for mode in modes], *others), {call["overlaps"] for call in told}
 
 
@@ -214,6 +221,9 @@ def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
     weights = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune")[0][0]
     (expected,) = pool.run(train, 1, f"{model} --bf16 --load {tmp_path} --finetune")
     assert weights.measured.losses == pytest.approx(expected.measured.losses, abs=0.03)
+    large = f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune --init-method-std 0.5"
+    other = pool.run(train_with_stand_in, 2, large)[0][0]  # first values that are gone leave nothing in the scales
+    assert other.measured.losses == weights.measured.losses
 
 
 def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):

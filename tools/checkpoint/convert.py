@@ -23,8 +23,8 @@ from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
-from megatron.core.progress import Progress
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import Progress
 from megatron.training.config.arguments import FlagParser, parse_flags
 
 if TYPE_CHECKING:

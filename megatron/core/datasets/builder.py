@@ -17,7 +17,7 @@ from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample, cach
 from megatron.core.datasets.helpers import MAX_BLEND_MEMBERS, build_blend_index
 from megatron.core.datasets.index_cache import Arrays, digest_of, load_or_build
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.progress import Progress
+from megatron.core.utils import Progress
 
 
 class BlendedDataset:

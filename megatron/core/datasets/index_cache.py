@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.durable_files import committed, fsync_directory
-from megatron.core.progress import Progress
+from megatron.core.utils import Progress
 
 logger = logging.getLogger(__name__)
 

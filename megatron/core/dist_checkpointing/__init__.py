@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
     from megatron.core.dist_checkpointing.loading.reader import Reader, Request
     from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedStateDict, ShardedTensor, map_keys
-    from megatron.core.dist_checkpointing.object_generation import take_generation
-    from megatron.core.dist_checkpointing.saving.commit import SaveReport
-    from megatron.core.dist_checkpointing.saving.conductor import SaveHandle
-    from megatron.core.dist_checkpointing.saving.drain import Drainer
-    from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, save, staging_for_waiting
+    from megatron.core.dist_checkpointing.saving.conductor import SaveHandle, SaveReport
+    from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+    from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, Drainer, save, staging_for_waiting
     from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
 else:
     # Each is imported when it is first used: half of the package needs no torch.

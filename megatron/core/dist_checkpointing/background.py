@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 SLOT_SIZE = 8 << 20  # bytes that are staged and written at once
+PAGE = 4096
 _HOST_REGISTER_PORTABLE = 1
 
 
@@ -67,18 +68,20 @@ class Workers:
 
 
 class Slot(NamedTuple):
-    """The same memory in the three forms that copies and writes need."""
+    """The same memory in the forms that copies and writes need; `frame` has a page before it, for a header."""
 
     address: int
     view: memoryview
     tensor: torch.Tensor
+    frame: torch.Tensor
 
 
 class StagingBuffer:
     """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous copies."""
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
-        self._memory = mmap.mmap(-1, num_slots * SLOT_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        stride = PAGE + SLOT_SIZE
+        self._memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
             if hasattr(mmap, advice):
                 self._memory.madvise(getattr(mmap, advice))
@@ -91,10 +94,8 @@ class StagingBuffer:
                 raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
             self._registered = address
         self.slots = [
-            Slot(
-                address + i * SLOT_SIZE, view[i * SLOT_SIZE : (i + 1) * SLOT_SIZE], tensor[i * SLOT_SIZE :][:SLOT_SIZE]
-            )
-            for i in range(num_slots)
+            Slot(address + at, view[at : at + SLOT_SIZE], tensor[at:][:SLOT_SIZE], tensor[at - PAGE :][:stride])
+            for at in range(PAGE, num_slots * stride, stride)
         ]
 
     def touch(self) -> None:

@@ -17,6 +17,7 @@ from megatron.core.object_storage import ObjectPath, path_of
 
 RUN = ".run"  # its random content names the run that is saved here, for what the nodes keep of it
 TRACKER = "latest_checkpointed_iteration.txt"
+CLAIM = ".claim"  # who saves, or has saved, a checkpoint in object storage
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"

@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.durable_files import REPLACED, fsync_directory, remove, restore_replaced, write_flushed
 
-_GENERATION, _CLAIM, _REVOKED = ".generation-", ".claim-", ".revoked-"
+GENERATION = ".generation-"
+_CLAIM, _REVOKED, _DELETING = ".claim-", ".revoked-", "deleting-"
 _OWNER = "owner.json"
 
 
@@ -44,7 +45,7 @@ class Generation(NamedTuple):
 
     @property
     def directory(self) -> Path:
-        return self.root / f"{_GENERATION}{self.number:07d}"
+        return self.root / f"{GENERATION}{self.number:07d}"
 
     @classmethod
     def take(cls, root: Path, owner: dict[str, Any]) -> Generation:
@@ -77,7 +78,7 @@ class Generation(NamedTuple):
 
     def is_current(self) -> bool:
         """Whether this rank sees the generation, and nobody has taken it over."""
-        return _owner(self.directory).get("token") == self.token
+        return read_owner(self.directory / _OWNER).get("token") == self.token
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -95,7 +96,7 @@ class Generation(NamedTuple):
         newest = _newest(self.root)
         if newest <= self.number:
             return  # the directory was damaged, not taken over
-        raise self.superseded_by(newest, _owner(self.root / f"{_GENERATION}{newest:07d}")) from cause
+        raise self.superseded_by(newest, read_owner(self.root / f"{GENERATION}{newest:07d}" / _OWNER)) from cause
 
     def superseded_by(self, newest: int, owner: dict[str, Any]) -> SupersededError:
         who = ", ".join(f"{key} {value}" for key, value in owner.items() if key != "token")
@@ -114,10 +115,11 @@ class Generation(NamedTuple):
 
     def put_aside(self, directories: list[Path]) -> list[Path]:
         """Take checkpoints out of the directory of checkpoints, durably; returns where they are now, for `remove`."""
+        for path in self.directory.glob(f"{_DELETING}*"):  # of earlier removals that could not be finished
+            remove(path)
         aside = []
         for directory in directories:
-            path = self.directory / f"deleting-{directory.name}"
-            remove(path)  # of an earlier removal that could not be finished
+            path = self.directory / f"{_DELETING}{directory.name}"
             with contextlib.suppress(FileNotFoundError), self.fenced():  # somebody else may have removed it
                 os.rename(directory, path)
                 aside.append(path)
@@ -126,13 +128,13 @@ class Generation(NamedTuple):
         return aside
 
     def remove(self, aside: Path) -> None:
-        """As far as possible: what stays goes at the next start."""
+        """As far as possible: what stays goes with the next that are put aside, or at the next start."""
         with contextlib.suppress(OSError):
             remove(aside)
 
     def _revoke_older(self) -> None:
-        older = [number for number in _generations(self.root) if number < self.number]
-        names = [f"{_GENERATION}{number:07d}" for number in older]
+        older = [number for number in generations_in(self.root) if number < self.number]
+        names = [f"{GENERATION}{number:07d}" for number in older]
         names += [path.name for path in self.root.glob(f"{_CLAIM}*")]
         for name in names:  # renamed before they are emptied: an empty generation could be taken by a rename
             with contextlib.suppress(FileNotFoundError):  # another start was faster
@@ -145,8 +147,9 @@ class Generation(NamedTuple):
             remove(revoked)
 
 
-def _generations(root: Path) -> list[int]:
-    names = [path.name.removeprefix(_GENERATION) for path in root.glob(f"{_GENERATION}*")]
+def generations_in(root: Path) -> list[int]:
+    """Of the generations that `root` has, in order."""
+    names = [path.name.removeprefix(GENERATION) for path in root.glob(f"{GENERATION}*")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
@@ -156,15 +159,15 @@ def _newest(root: Path) -> int:
     A listing of a directory that changes meanwhile can miss both the generation that is left and the one that is taken
     instead. Numbers only rise, so whoever then asks for them one by one, in rising order, meets the one that is there.
     """
-    newest = max(_generations(root), default=0)
-    while ahead := [n for n in range(newest + 1, newest + 17) if (root / f"{_GENERATION}{n:07d}").exists()]:
+    newest = max(generations_in(root), default=0)
+    while ahead := [n for n in range(newest + 1, newest + 17) if (root / f"{GENERATION}{n:07d}").exists()]:
         newest = ahead[-1]
     return newest
 
 
-def _owner(generation: Path) -> dict[str, Any]:
+def read_owner(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads((generation / _OWNER).read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -22,11 +22,10 @@ from megatron.core.dist_checkpointing import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.conductor import Conductor
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting import console

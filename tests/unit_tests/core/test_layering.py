@@ -15,7 +15,6 @@ LAYERS = [
         "megatron.core.durable_files",
         "megatron.core.lazy_import",
         "megatron.core.object_storage",
-        "megatron.core.progress",
     },
     {"megatron.core.dist_checkpointing"},
     {"megatron.core.module"},

@@ -1,8 +1,12 @@
 """Object storage as paths and requests, against a real server over HTTP."""
 
+import http.server
+import json
 import pickle
+import threading
 from pathlib import Path
 
+import obstore
 import pytest
 
 from megatron.core import object_storage
@@ -140,3 +144,61 @@ def test_a_store_that_compares_tags_without_quotes(server):
 def test_no_bucket_is_one_clear_error(server):
     with pytest.raises(ValueError, match="checkpoints cannot be saved to s3://nowhere/run"):
         check_conditional_requests(path_of("s3://nowhere/run"))
+
+
+def test_a_missing_object_keeps_no_other_from_being_deleted(monkeypatch):
+    """Google's protocol has a request for each, and its client stops at the first 404."""
+    stored = {"a", "b", "d"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_DELETE(self):
+            key = self.path.rpartition("/")[2]
+            self.send_response(204 if key in stored else 404)
+            stored.discard(key)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        account = {"gcs_base_url": f"http://127.0.0.1:{server.server_address[1]}", "disable_oauth": True}
+        account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        path_of("gs://bucket/x").store.delete(["none", "a", "no", "b", "d", "one"])
+        server.shutdown()
+    assert stored == set()
+
+
+@pytest.mark.parametrize(
+    ("environment", "ours"),
+    [
+        ({"AWS_ENDPOINT_URL": None}, True),
+        ({"AWS_ENDPOINT_URL": "https://ceph.cluster"}, True),
+        ({}, False),
+        ({"AWS_ENDPOINT_URL": None, "AWS_UNSIGNED_PAYLOAD": "true"}, False),
+        ({"AWS_ENDPOINT_URL": "https://ceph.cluster", "AWS_UNSIGNED_PAYLOAD": "false"}, False),
+    ],
+)
+def test_the_data_itself_is_signed_where_nothing_else_protects_it(server, monkeypatch, environment, ours):
+    """What the environment says is not overruled."""
+    for name, value in environment.items():
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+    opened = []
+    from_url = obstore.store.from_url
+    monkeypatch.setattr(obstore.store, "from_url", lambda *args, **options: opened.append(from_url(*args, **options)))
+    object_storage.ObjectStore("s3://bucket")
+    assert (opened[0].config.get("unsigned_payload") == "true") is ours
+
+
+def test_an_unsigned_upload_arrives(server, monkeypatch):
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
+    hashes = set()
+    with FaultyProxy(server, lambda method, path, headers: hashes.add(headers.get("x-amz-content-sha256"))):
+        path = path_of("s3://bucket/unsigned")
+        path.store.put(path.key, b"content")
+        assert path.read_bytes() == b"content" and "UNSIGNED-PAYLOAD" in hashes

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from megatron.core.progress import BETWEEN_LINES, Progress
+from megatron.core.utils import BETWEEN_LINES, Progress
 
 
 class Terminal(io.StringIO):

@@ -40,8 +40,7 @@ from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
-from megatron.core.progress import Progress
-from megatron.core.utils import size_text
+from megatron.core.utils import Progress, size_text
 
 if TYPE_CHECKING:
     import torch

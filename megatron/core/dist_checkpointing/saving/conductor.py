@@ -2,62 +2,205 @@
 
 `AsyncSaver` takes them from the live state, `Drainer` from the nodes' own disks. A save that fails is reported, its
 files are removed, and the next one may succeed.
+
+During a save the ranks talk over the job's own key-value store: nobody polls, least of all files. The store carries
+news only. What is committed is decided by the file system: if the store is lost in the middle of a save, the save fails
+or its checkpoint stands, but nothing in between.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.core.dist_checkpointing.background import Workers
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksum_records
+from megatron.core.dist_checkpointing.format.checksums import checksum_records
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import PreparedPlan
-from megatron.core.dist_checkpointing.saving.commit import (
-    Outcome,
-    PendingCheckpoint,
-    Rewrite,
-    SaveBarrier,
-    SaveReport,
-    open_store,
-)
-from megatron.core.dist_checkpointing.saving.shard_file import Progress, ShardTarget
+from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint, Progress, Rewrite
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
+
+_SLICES = 4  # of the timeout: silence is noticed after 4 to 5 quarters of it
+_BUCKETS = 64
+_NEWS_EVERY = 5.0  # seconds, at most, between two signs of life of a rank that writes
 
 
-class Transfer(Protocol):
-    """Brings the data files of this rank into a checkpoint; `abort` if `write` is not called or has failed."""
+def open_store(timeout: timedelta) -> dist.Store:
+    """A client of the job's store for the background threads alone: a client that waits is locked for others."""
+    if not dist.is_initialized():
+        return dist.HashStore()
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
+    if not isinstance(store, dist.HashStore):
+        raise ValueError(
+            f"checkpoints cannot be saved over a {type(store).__name__}: start the process group with env:// or tcp://"
+        )
+    return store
 
-    staged_at: float  # time.perf_counter when the live tensors were not needed any more; 0: they never were
+
+class SaveBarrier:
+    """One save, as one rank sees it. Every rank calls
+
+        rank 0:  begin        report  collect  end
+        others:  await_begin  report           await_end
+
+    and `show_progress` while it writes. A rank that cannot go on calls `fail` in place of `report`, rank 0 `end` with
+    the reason. Waiting ends with CheckpointError when no rank has shown progress for `timeout` seconds.
+    """
+
+    def __init__(self, store: dist.Store, save_id: str, rank: int, size: int, timeout: float) -> None:
+        self._store, self._prefix = store, f"checkpoint/{save_id}"
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._next_news = 0.0
 
     def begin(self) -> None:
-        """What can be done before there is a directory."""
-        ...
+        """The directory is there and has room."""
+        self._store.set(self._key("begun"), "")
 
-    def write(self, target: ShardTarget, progress: Progress) -> dict[str, FileChecksums]:
-        """Returns when all files are durable in `target`. Raises the first error."""
-        ...
+    def await_begin(self) -> None:
+        self._wait("begun")
+        self._raise_failure()
 
-    def abort(self) -> None:
-        """Returns when nothing is written any more."""
-        ...
+    def report(self, objects: Mapping[str, Location], checksums: bytes) -> None:
+        """This rank's files are durable. The last report wakes rank 0."""
+        line = json.dumps([self._rank, objects]).encode() + b"\n"
+        self._store.append(self._key("objects"), line)  # type: ignore[attr-defined]
+        self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
+        # Counted after the appends: whoever is last knows that all of them are there.
+        if self._store.add(self._key("reports"), 1) == self._size:
+            self._store.set(self._key("ready"), "")
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Before `report`: what the checkpoint lacks on this rank."""
+        for text in warnings:
+            self._store.append(self._key("warnings"), f"rank {self._rank}: {text}\n")  # type: ignore[attr-defined]
+
+    def warnings(self) -> str | None:
+        """On rank 0 after `collect`: those of all ranks."""
+        key = self._key("warnings")
+        return self._store.get(key).decode().strip() if self._store.check([key]) else None
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on. The first failure is the one that is told."""
+        self._store.compare_set(self._key("failure"), "", f"rank {self._rank}: {reason}")
+        self._store.set(self._key("ready"), "")
+
+    def show_progress(self, nbytes: int = 0) -> None:
+        """Called whenever something was written; raises CheckpointError if the save has failed elsewhere meanwhile."""
+        # Rarely: every rank calls this for every piece, and the store serves all of them alone.
+        now = time.monotonic()
+        if now < self._next_news or self._size == 1:
+            return
+        self._next_news = now + min(_NEWS_EVERY, self._timeout / (2 * _SLICES))
+        self._store.add(self._key("progress"), 1)
+        self._raise_failure()
+
+    def collect(self) -> tuple[list[bytes], list[bytes]]:
+        """The reports of all ranks: a line for the objects of each, always in the same order; all checksums."""
+        self._wait("ready")
+        self._raise_failure()
+        lines = sorted(self._store.get(self._key("objects")).splitlines())
+        return lines, [self._store.get(bucket) for bucket in self._buckets()]
+
+    def end(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._store.compare_set(self._key("failure"), "", outcome.error)
+        self._store.set(self._key("outcome"), json.dumps(outcome))
+        self._store.set(self._key("begun"), "")
+
+    def await_end(self) -> Outcome:
+        self._wait("outcome")
+        return Outcome(*json.loads(self._store.get(self._key("outcome"))))
+
+    def forget(self) -> None:
+        """On rank 0, when no rank can ask for this save any more."""
+        names = ("begun", "objects", "reports", "ready", "failure", "warnings", "progress", "outcome")
+        for key in (*map(self._key, names), *self._buckets()):
+            self._store.delete_key(key)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _bucket(self, rank: int) -> str:
+        """Where a rank's checksums go. At scale they are many megabytes: rank 0 reads them in parts, since copying them
+        out of the store holds the interpreter's lock."""
+        return self._key(f"checksums/{rank % _BUCKETS}")
+
+    def _buckets(self) -> list[str]:
+        return [self._bucket(rank) for rank in range(min(self._size, _BUCKETS))]
+
+    def _raise_failure(self) -> None:
+        if self._store.check([self._key("failure")]):
+            raise CheckpointError(self._store.get(self._key("failure")).decode())
+
+    def _wait(self, name: str) -> None:
+        """Return when `name` is set. Silence is counted in waits, not by the clock: a rank that was stopped itself
+        must not take its own absence for the others'."""
+        seen, silent = self._store.add(self._key("progress"), 0), 0
+        while True:
+            try:
+                self._store.wait([self._key(name)], timedelta(seconds=self._timeout / _SLICES))
+                return
+            except RuntimeError:  # the time is over, or the store is lost: then the next line says so
+                progress = self._store.add(self._key("progress"), 0)
+            seen, silent = progress, 0 if progress != seen else silent + 1
+            if silent == _SLICES:
+                raise CheckpointError(self._silence(name))
+
+    def _silence(self, name: str) -> str:
+        who = "rank 0"
+        if name == "ready":
+            key = self._key("objects")
+            lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+            late = sorted(set(range(self._size)) - {json.loads(line)[0] for line in lines})
+            who = f"rank {', '.join(map(str, late[:20]))}"
+        return (
+            f"nothing was heard from {who} for {self._timeout:g} s, and no rank has written anything: dead or hanging"
+        )
 
 
-class Snapshot(NamedTuple):
-    """Small things as bytes, and the transfer that brings the tensors."""
+@dataclass
+class SaveReport:
+    """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
+    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint,
+    to which `warning` says what it lacks; `superseded` says that another start has taken over the directory."""
 
-    common: bytes  # content of common.pt, on rank 0
-    objects: dict[str, Location]
-    transfer: Transfer
+    directory: Path
+    error: str | None = None
+    superseded: bool = False
+    warning: str | None = None
+    bytes: int = 0
+    total_bytes: int = 0
+    blocking: float = 0.0
+    staging: float = 0.0
+    writing: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        """Of all ranks together, from the call to the commit."""
+        return self.total_bytes / self.total / 1e9 if self.total else 0.0
 
 
 class Hooks(NamedTuple):
@@ -72,10 +215,14 @@ class Hooks(NamedTuple):
 class SaveHandle:
     """One save under way; callers use `done` and `wait`, the rest is the saver's."""
 
-    def __init__(self, plan: PreparedPlan, barrier: SaveBarrier, pending: PendingCheckpoint, started: float) -> None:
-        self.plan, self.barrier, self.pending, self.started = plan, barrier, pending, started
+    def __init__(
+        self, plan: PreparedPlan, barrier: SaveBarrier, pending: PendingCheckpoint, hooks: Hooks, started: float
+    ) -> None:
+        self.plan, self.barrier, self.pending, self.hooks, self.started = plan, barrier, pending, hooks, started
         self.report = SaveReport(pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes)
-        self.snapshot: Snapshot | Exception
+        self.common = b""  # the content of common.pt, on rank 0
+        self.transfer: StageAndWrite | None = None  # of tensors and objects; None if the snapshot has failed
+        self.failure: BaseException | None = None  # of the snapshot
         self.device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._finished = threading.Event()
 
@@ -87,11 +234,6 @@ class SaveHandle:
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.report.directory}: still being saved after {timeout} s")
         return self.report
-
-    @property
-    def transfer(self) -> Transfer | None:
-        """None if the snapshot failed."""
-        return None if isinstance(self.snapshot, Exception) else self.snapshot.transfer
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
@@ -163,18 +305,16 @@ class Conductor:
     def _barrier(self, save_id: str) -> SaveBarrier:
         return SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
 
-    def _conduct(self, save: SaveHandle, hooks: Hooks) -> None:
+    def _conduct(self, save: SaveHandle) -> None:
         """One save in the background: write, commit, agree on the outcome. On every rank.
 
         However it goes, `save.finish` is called: the training thread waits for that without a deadline.
         """
-        failure: BaseException | None = None
         try:
-            if isinstance(save.snapshot, Exception):
-                raise save.snapshot
-            self._write(save, save.snapshot, hooks)
+            self._write(save)
             if self._coordination.is_coordinator:
-                self._commit(save, save.snapshot, hooks)
+                self._commit(save)
+            failure: BaseException | None = None
         except BaseException as error:
             failure = error
             if save.transfer is not None:
@@ -189,13 +329,16 @@ class Conductor:
         finally:
             save.finish(outcome)
 
-    def _write(self, save: SaveHandle, snapshot: Snapshot, hooks: Hooks) -> None:
+    def _write(self, save: SaveHandle) -> None:
         """Begin, wait until rank 0 has made the directory, write, and report that all of it is durable."""
-        snapshot.transfer.begin()
+        if save.failure is not None:
+            raise save.failure
+        assert save.transfer is not None
+        save.transfer.begin()
         if self._coordination.is_coordinator:
             self._forget_past(save.barrier)
             self._remove_leftover()
-            hooks.before_writing()
+            save.hooks.before_writing()
             save.pending.begin(save.plan.total_bytes)
             save.barrier.begin()
         else:
@@ -209,24 +352,25 @@ class Conductor:
             barrier.show_progress()
             self._progress(nbytes)
 
-        checksums = snapshot.transfer.write(save.pending, wrote)
-        save.report.staging = max(0.0, snapshot.transfer.staged_at - save.started)
+        checksums = save.transfer.write(save.pending, wrote)
+        save.report.staging = max(0.0, save.transfer.staged_at - save.started)
         save.report.writing = save.elapsed()
         name_of = save.pending.name_of
-        objects = {key: place._replace(file=name_of(place.file)) for key, place in snapshot.objects.items()}
+        places = save.transfer.objects.locations.items()
+        objects = {key: place._replace(file=name_of(place.file)) for key, place in places}
         if not self._coordination.is_coordinator:  # which may have some more to tell after the commit
             save.barrier.warn(save.pending.warnings)
         save.barrier.report(objects, checksum_records(checksums))
 
-    def _commit(self, save: SaveHandle, snapshot: Snapshot, hooks: Hooks) -> None:
+    def _commit(self, save: SaveHandle) -> None:
         """On rank 0, when all ranks have reported."""
         objects, checksums = save.barrier.collect()
         assert save.plan.metadata is not None
         metadata, alive = save.plan.metadata.encode(objects, save.pending.name_of), save.barrier.show_progress
-        save.pending.commit(checksums, metadata, snapshot.common, hooks.beside, hooks.rewrite, alive)
+        save.pending.commit(checksums, metadata, save.common, save.hooks.beside, save.hooks.rewrite, alive)
         save.barrier.warn(save.pending.warnings)
         try:
-            hooks.on_commit()
+            save.hooks.on_commit()
         except SupersededError:
             raise
         except Exception as error:

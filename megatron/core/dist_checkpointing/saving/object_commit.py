@@ -1,8 +1,17 @@
-"""A checkpoint in object storage: its objects have their final names at once, and `metadata.json` makes them one.
+"""Checkpoints in object storage: the same generations and the same saves as in a file system, without rename.
 
-The order: `.claim`; data files, whose names carry the id of the save, so that no two saves share one; `checksums.bin`,
-`common.pt`, `.metadata`; and last `metadata.json` with size and xxh3 of every file, by one conditional request. Readers
-trust that alone. `object_generation` says why an old owner cannot commit.
+The objects of a checkpoint have their final names at once. The order: `.claim`; data files, whose names carry the id of
+the save, so that no two saves share one; `checksums.bin`, `common.pt`, `.metadata`; and last `metadata.json` with size
+and xxh3 of every file. Readers trust that alone.
+
+It is written by one conditional request: `metadata.json` either does not exist or is a note that an earlier save was
+revoked. A start takes the object `.generation-0000007` by a conditional request, and then revokes every save that has
+claimed its place (`iter_*/.claim`) and is not committed: the note takes the name that its commit needs. The owner
+claims first, then writes, then looks whether it is still the owner, and then commits. So an old owner whose claim came
+before the takeover finds the note, and one whose claim came after it finds the new generation: no clock decides,
+however long it was stopped. Whatever has a name that another save may use, too, is written in three steps: read the
+version, check the generation, replace that version. Nothing but data files, whose names belong to one save, is ever
+deleted below a directory that may be saved to again.
 """
 
 from __future__ import annotations
@@ -10,12 +19,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from megatron.core.dist_checkpointing import files
+from megatron.core.dist_checkpointing.files import (
+    CLAIM,
+    COMMON,
+    METADATA,
+    METADATA_JSON,
+    TRACKER,
+    encode_commit,
+    read_commit,
+)
 from megatron.core.dist_checkpointing.format.checksums import (
     CHECKSUMS,
     FileChecksums,
@@ -25,18 +45,102 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.generation import Generation, SupersededError
-from megatron.core.dist_checkpointing.object_generation import CLAIM, put_checked, remove_objects, revoke
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite
-from megatron.core.dist_checkpointing.saving.shard_file import Progress, Shard, ShardUpload
+from megatron.core.dist_checkpointing.generation import (
+    GENERATION,
+    Generation,
+    SupersededError,
+    generations_in,
+    read_lineage,
+    read_owner,
+)
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite, Shard
 from megatron.core.object_storage import ConflictError, ObjectPath
 
 
-def pending_checkpoint(directory: Path, save_id: str, generation: Generation | None) -> PendingCheckpoint:
-    """A checkpoint that will be `directory`, wherever that is."""
-    if isinstance(directory, ObjectPath):
-        return ObjectCheckpoint(directory, save_id, generation)
-    return PendingCheckpoint(directory, save_id, generation)
+class ObjectGeneration(Generation):
+    """The right of one start to change the directory of checkpoints `root` in object storage."""
+
+    root: ObjectPath
+
+    @classmethod
+    def take(cls, root: Path, owner: dict[str, Any]) -> ObjectGeneration:
+        """The next generation of `root`; whoever had it before has lost it, and can commit nothing any more."""
+        assert isinstance(root, ObjectPath)
+        token = secrets.token_hex(8)
+        content = {"token": token, "since": datetime.now(timezone.utc).isoformat(timespec="seconds"), **owner}
+        number = max([_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))])
+        while True:
+            number += 1
+            mine = f"{root.key}/{GENERATION}{number:07d}"
+            try:
+                root.store.create(mine, json.dumps(content).encode())
+            except ConflictError:  # another start took this number
+                continue
+            newest = _newest(root)
+            if newest <= number:
+                break
+            # Faster starts had taken this number, and later ones, which removed it.
+            root.store.delete([mine])
+            number = newest
+        generation = cls(root, number, token)
+        for directory in root.glob("iter_*"):
+            assert isinstance(directory, ObjectPath)
+            if (directory / CLAIM).is_file():
+                revoke(directory, generation.check, committed=False)
+        root.store.delete([f"{root.key}/{GENERATION}{older:07d}" for older in generations_in(root) if older < number])
+        return generation
+
+    def is_current(self) -> bool:
+        return _newest(self.root) == self.number and read_owner(self.directory).get("token") == self.token
+
+    def check(self, cause: BaseException | None = None) -> None:
+        newest = _newest(self.root)
+        if newest > self.number:
+            raise self.superseded_by(newest, read_owner(self.root / f"{GENERATION}{newest:07d}")) from cause
+
+    def move_tracker(self, iteration: int | str) -> None:
+        """A hint for other programs; ours look for the newest commit."""
+        self.check()
+        self.root.store.put((self.root / TRACKER).key, str(iteration).encode())
+
+    def put_aside(self, directories: list[Path]) -> list[Path]:
+        """First it stops being a checkpoint, then `remove` takes its data."""
+        self.check()
+        for directory in directories:
+            (directory / METADATA_JSON).unlink()
+            (directory / METADATA).unlink()
+        return directories
+
+    def remove(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):
+            remove_objects(directory)
+
+
+class ShardUpload(Shard):
+    """One multipart upload. Pieces may come in another order than they are sent; those that come early are copied."""
+
+    def __init__(self, path: ObjectPath, size: int) -> None:
+        super().__init__(size)
+        self._upload = path.store.upload(path.key, size)
+        self._position = 0
+        self._early: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
+        with self._lock:  # one thread of the few that there are sends; what waits here is bounded by their number
+            if offset != self._position:
+                self._early[offset] = bytes(view[:length])
+                return
+            piece: bytes | memoryview | None = view[:length]
+            while piece is not None:
+                self._upload.write(piece)
+                self._position += len(piece)
+                piece = self._early.pop(self._position, None)
+
+    def _close(self, durable: bool) -> None:
+        if durable:  # an upload that is not closed never becomes an object
+            assert self._position == self._size, (self._position, self._size)
+            self._upload.close()
 
 
 class ObjectCheckpoint(PendingCheckpoint):
@@ -45,7 +149,7 @@ class ObjectCheckpoint(PendingCheckpoint):
     directory: ObjectPath
 
     def __init__(self, directory: ObjectPath, save_id: str, generation: Generation | None = None) -> None:
-        super().__init__(directory, save_id, generation)
+        super().__init__(directory, save_id, generation, directory)
         self._claimed = self._committing = False
         self._revocation: str | None = None  # version of the note that the commit replaces
 
@@ -56,7 +160,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         content = json.dumps(owner).encode()
         if self.generation is not None:
             put_checked(self.directory, CLAIM, content, self.generation.check)
-            if self.directory.store.version((self.directory / files.METADATA_JSON).key) is not None:
+            if self.directory.store.version((self.directory / METADATA_JSON).key) is not None:
                 # An earlier save, whole or not: of a branch that was left, or of a start that is gone.
                 self._revocation = revoke(self.directory, self.generation.check)
         else:
@@ -67,7 +171,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         self._claimed = True
 
     def _refusal(self, claim: Path) -> str:
-        if files.read_commit(self.directory) is not None:
+        if read_commit(self.directory) is not None:
             return f"{self.directory} holds a checkpoint already: give another place, or delete that"
         owner = claim.read_text()[:300]
         return f"{self.directory} is being written by {owner}. If that is gone, delete {claim} and try again"
@@ -100,7 +204,7 @@ class ObjectCheckpoint(PendingCheckpoint):
     ) -> None:
         if rewrite is not None:
             raise CheckpointError(f"{self.directory}: object storage holds torch_dist checkpoints alone")
-        contents: dict[str, Sequence[bytes]] = {files.COMMON: [common], files.METADATA: metadata}
+        contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
         contents |= {name: [content] for name, content in beside.items()}
         ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
         contents[CHECKSUMS] = seal_checksums(*checksums, ours)
@@ -109,10 +213,10 @@ class ObjectCheckpoint(PendingCheckpoint):
             progress(0)
         every = decode_checksums(b"".join(contents[CHECKSUMS]), CHECKSUMS)
         every[CHECKSUMS] = checksums_of(*contents[CHECKSUMS])
-        content = files.encode_commit(self.save_id, every)
+        content = encode_commit(self.save_id, every)
         if self.generation is not None:
             self.generation.check()
-        key = (self.directory / files.METADATA_JSON).key
+        key = (self.directory / METADATA_JSON).key
         self._committing = True
         if self._revocation is None:
             self.directory.store.create(key, content)
@@ -130,3 +234,61 @@ class ObjectCheckpoint(PendingCheckpoint):
                 self.directory.store.delete(mine)
             else:
                 remove_objects(self.directory)
+
+
+def pending_checkpoint(directory: Path, save_id: str, generation: Generation | None) -> PendingCheckpoint:
+    """A checkpoint that will be `directory`, wherever that is."""
+    if isinstance(directory, ObjectPath):
+        return ObjectCheckpoint(directory, save_id, generation)
+    return PendingCheckpoint(directory, save_id, generation)
+
+
+def take_generation(root: Path, owner: dict[str, Any]) -> Generation:
+    """The next generation of the directory of checkpoints `root`, wherever that is."""
+    return (ObjectGeneration if isinstance(root, ObjectPath) else Generation).take(root, owner)
+
+
+def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:
+    """Write an object that other saves have written, or may write; returns its version.
+
+    `check` raises SupersededError if another start has taken over. If that happens after the check, the new owner's
+    version is another one, and this request is refused.
+    """
+    store, key = directory.store, (directory / name).key
+    while True:
+        e_tag = store.version(key)
+        check()
+        with contextlib.suppress(ConflictError, FileNotFoundError):  # somebody has just written or removed it
+            return store.create(key, content) if e_tag is None else store.replace(key, content, e_tag)
+
+
+def revoke(directory: ObjectPath, check: Callable[[], None], committed: bool = True) -> str | None:
+    """Make sure that no save of `directory` under way can commit, and remove its data; with `committed`, also what is
+    committed there, otherwise None is returned for that.
+
+    Returns the version of the note in `metadata.json` that says so; the next commit replaces it.
+    """
+    store, key = directory.store, (directory / METADATA_JSON).key
+    note = json.dumps({"revoked": secrets.token_hex(8)}).encode()  # never twice the same: neither is its version
+    while True:
+        e_tag = store.version(key)
+        if not committed and read_commit(directory) is not None:
+            return None
+        doomed = [data for data in store.sizes(directory.key) if data.endswith(".distcp")]
+        check()
+        with contextlib.suppress(ConflictError, FileNotFoundError):
+            e_tag = store.create(key, note) if e_tag is None else store.replace(key, note, e_tag)
+            store.delete(doomed)
+            return e_tag
+
+
+def remove_objects(directory: Path) -> None:
+    """All of them, the claim last."""
+    assert isinstance(directory, ObjectPath)
+    doomed = list(directory.store.sizes(directory.key))
+    directory.store.delete([key for key in doomed if not key.endswith(f"/{CLAIM}")])
+    directory.store.delete([key for key in doomed if key.endswith(f"/{CLAIM}")])
+
+
+def _newest(root: ObjectPath) -> int:
+    return max(generations_in(root), default=0)

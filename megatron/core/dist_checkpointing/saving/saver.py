@@ -3,36 +3,44 @@
 * **plan** (`prepare`, or the first `save`): all ranks describe what they hold, rank 0 decides who writes what. A
   collective; kept as long as the structure stays the same.
 * **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns when that is done: call
-  it before anything changes the tensors, which is the optimizer step. Objects, `common` and `volatile` tensors are
-  copied before `save` returns. No file is touched before, and none on the training thread.
+  it before anything changes the tensors, which is the optimizer step. Objects and `common` are copied before `save`
+  returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
-* **commit**: by rank 0 when all ranks are durable (`commit.py`). No collective.
+* **commit**: by rank 0 when all ranks are durable (`conductor.py`, `commit.py`). No collective.
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
+
+What was saved to the nodes' own disks is not staged again for the place where all nodes find it (`Drainer`): every rank
+reads back the files that it has just written, through a few megabytes of host memory, while training and later local
+saves go on.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.background import SLOT_SIZE, StagingBuffer, Workers
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
+from megatron.core.dist_checkpointing.format.checksums import FileChecksums
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.generation import Generation
+from megatron.core.dist_checkpointing.local_tier import LocalCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.save_plan import Planner, PreparedPlan
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Rewrite, SaveReport
-from megatron.core.dist_checkpointing.saving.conductor import Conductor, Hooks, SaveHandle, Snapshot
+from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
+from megatron.core.dist_checkpointing.saving.conductor import Conductor, Hooks, SaveHandle, SaveReport
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.staging import (
     DeviceSource,
+    ObjectFile,
     StageAndWrite,
     bind_sources,
     common_archive,
@@ -73,7 +81,8 @@ class AsyncSaver(Conductor):
     def prepare(self, state: ShardedStateDict) -> None:
         """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
         plan = self._planner.plan_for(state)
-        pinned = any(tensor.is_cuda for tensor in _tensors(state))
+        tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
+        pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
         self._thread.submit(lambda: self._slots(plan, pinned, touch=True)).result()
 
     def save(
@@ -82,7 +91,6 @@ class AsyncSaver(Conductor):
         directory: str | os.PathLike[str],
         *,
         common: dict[str, Any],
-        volatile: Collection[str] = (),
         generation: Generation | None = None,
         pending: Callable[[str], PendingCheckpoint] | None = None,
         before_writing: Callable[[], None] = lambda: None,
@@ -92,9 +100,8 @@ class AsyncSaver(Conductor):
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
 
-        `common` is stored by rank 0. `volatile` names tensors that the next forward or backward pass changes: they are
-        copied before this returns, all others until `wait_staged`. With a `generation` the checkpoint appears only as
-        long as that owns the directory of checkpoints. `pending` makes another kind of checkpoint from the save's id.
+        `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as that owns the directory
+        of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores the checkpoint in
         another form before it has its name; `beside` are small files that are added to it then; `on_commit` runs right
@@ -106,41 +113,35 @@ class AsyncSaver(Conductor):
         self._count += 1
         save_id = f"{plan.nonce}-{self._count}"
         grows = pending_checkpoint(path_of(directory), save_id, generation) if pending is None else pending(save_id)
-        current = self._current = SaveHandle(plan, self._barrier(save_id), grows, started)
         hooks = Hooks(before_writing, rewrite, beside or {}, on_commit)
+        current = self._current = SaveHandle(plan, self._barrier(save_id), grows, hooks, started)
         # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on all together.
-        current.snapshot = CheckpointError("interrupted")
+        current.failure = CheckpointError("interrupted")
         try:
-            current.snapshot = self._take_snapshot(plan, state, common, frozenset(volatile))
+            current.common, current.transfer = self._take_snapshot(plan, state, common)
+            current.failure = None
         except Exception as error:
-            current.snapshot = error
+            current.failure = error
         finally:
-            self._thread.submit(lambda: self._conduct(current, hooks))
+            self._thread.submit(lambda: self._conduct(current))
         current.report.blocking = current.elapsed()
         return current
 
     def wait_staged(self) -> None:
         """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
-        current, staging = self._current, self._staging
-        if current is None or staging is None or current.done():
+        current = self._current
+        if current is None or current.transfer is None or current.done():
             return
         begin = time.perf_counter()
-        staging.staged.wait()
+        current.transfer.staged.wait()
         current.report.blocking += time.perf_counter() - begin
-        if staging.on_device and current.device_wait is None:
+        if current.transfer.on_device and current.device_wait is None:
             assert self._stream is not None
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             torch.cuda.current_stream().wait_stream(self._stream)
             events[1].record()
             current.device_wait = events
-
-    @property
-    def _staging(self) -> StageAndWrite | None:
-        """Of the save under way; None also if its snapshot failed."""
-        transfer = None if self._current is None else self._current.transfer
-        assert transfer is None or isinstance(transfer, StageAndWrite)
-        return transfer
 
     def close(self) -> None:
         """Finish, end the threads and give the buffers back."""
@@ -154,26 +155,25 @@ class AsyncSaver(Conductor):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._staging is not None:
-            self._staging.cancel()
+        if kind is not None and self._current is not None and self._current.transfer is not None:
+            self._current.transfer.cancel()
         self.close()
 
     def _take_snapshot(
-        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any], volatile: frozenset[str]
-    ) -> Snapshot:
-        """What must be done before `save` returns."""
+        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any]
+    ) -> tuple[bytes, StageAndWrite]:
+        """What must be done before `save` returns: the content of common.pt, and what brings the rest."""
         archive = common_archive(common) if self._coordination.is_coordinator else b""
         mine = set(plan.plan.objects)
         entries = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
         objects = object_file(entries, self._coordination.rank, self._workers)
-        sources = bind_sources(plan.files, state, volatile)
+        sources = bind_sources(plan.files, state)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
             self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
         slots = partial(self._slots, plan, stream is not None)
-        transfer = StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
-        return Snapshot(archive, objects.locations, transfer)
+        return archive, StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """The staging slots, allocated when the plan needs more than there are."""
@@ -186,10 +186,6 @@ class AsyncSaver(Conductor):
             if touch:
                 self._buffer.touch()
         return self._buffer.slots
-
-
-def _tensors(state: ShardedStateDict) -> list[torch.Tensor]:
-    return [box.tensor for entry in state.values() if not isinstance(entry, ShardedObject) for box in entry.boxes]
 
 
 def staging_for_waiting(workers: int) -> int:
@@ -228,3 +224,91 @@ def save(
     if report.error is not None:
         raise CheckpointError(f"{report.directory}: not saved: {report.error}")
     return report
+
+
+class Drainer(Conductor):
+    """Copies local checkpoints, one after the other. All ranks of `group` make the same calls in the same order."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        workers: int = 2,
+        timeout: float = 600.0,
+        progress: Progress = lambda nbytes: None,
+    ) -> None:
+        super().__init__(Coordination.of(group), timeout, progress, "checkpoint-drain-conductor")
+        self._pool = Workers(workers, "checkpoint-drainer")
+        self._buffer = StagingBuffer(workers, pinned=False)
+
+    def drain(
+        self,
+        local: SaveHandle,
+        directory: Path,
+        *,
+        generation: Generation | None = None,
+        before_writing: Callable[[], None] = lambda: None,
+        beside: Mapping[str, bytes] | None = None,
+        on_commit: Callable[[], None] = lambda: None,
+    ) -> SaveHandle:
+        """Begin to copy the save `local` to `directory` when it has ended; waits for the copy before this one.
+
+        If `local` fails, so does this. The other arguments are those of `AsyncSaver.save`.
+        """
+        started = time.perf_counter()
+        self._wait_for_current()
+        checkpoint = local.pending
+        assert isinstance(checkpoint, LocalCheckpoint)
+        # Both saves talk over one store: a path of its own keeps their keys apart.
+        barrier = self._barrier(f"{checkpoint.save_id}/drain")
+        pending = pending_checkpoint(directory, checkpoint.save_id, generation)
+        hooks = Hooks(before_writing, None, beside or {}, on_commit)
+        current = self._current = SaveHandle(local.plan, barrier, pending, hooks, started)
+        checkpoint.keep_until(current.done)
+        current.common, current.failure = local.common, local.failure
+        if local.transfer is not None:
+            current.transfer = _FromDisk(local, local.transfer.objects, self._pool, self._buffer.slots)
+        self._thread.submit(lambda: self._conduct(current))
+        return current
+
+    def close(self) -> None:
+        super().close()
+        self._pool.close()
+        self._buffer.close()
+
+
+class _FromDisk(StageAndWrite):
+    """Reads the data files of the local save `local` on this rank."""
+
+    def __init__(self, local: SaveHandle, objects: ObjectFile, pool: Workers, slots: list[Slot]) -> None:
+        super().__init__(local.plan.files, (), objects, None, pool, lambda: slots)
+        self._local = local
+
+    def begin(self) -> None:
+        """Wait until they are there."""
+        error = self._local.wait().error
+        if error is not None:
+            raise CheckpointError(f"there is no local checkpoint to copy: {error}")
+        super().begin()
+
+    def _fill(self, chunk: FileChunk, slot: Slot) -> None:
+        with open_file(self._path(self._local.plan.files.files[chunk.file].name)) as file:
+            file.read_into(slot.view[: chunk.length], chunk.offset)
+            file.forget(chunk.offset, chunk.length)
+
+    def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
+        sums = super().write(target, progress)
+        self.staged_at = 0.0  # nothing live was staged
+        # What was written is what was read, so the hashes of the local save tell whether the disk has damaged it.
+        for name, expected in self._checkpoint.data_files().items():
+            if sums[target.name_of(name)] != expected:
+                raise CheckpointError(f"{self._path(name)}: damaged on the disk of its node since it was written")
+        return sums
+
+    @property
+    def _checkpoint(self) -> LocalCheckpoint:
+        assert isinstance(self._local.pending, LocalCheckpoint)
+        return self._local.pending
+
+    def _path(self, name: str) -> Path:
+        return self._checkpoint.directory / name

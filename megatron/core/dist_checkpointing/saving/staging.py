@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pa
 from megatron.core.dist_checkpointing.format.unpickler import safe_load
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.planner import Item
-from megatron.core.dist_checkpointing.planning.save_plan import FilePlan, SourceRange
-from megatron.core.dist_checkpointing.saving.shard_file import Progress, Shard, ShardTarget
+from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Shard
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 
@@ -83,8 +83,8 @@ class LazySource:
 ByteSource = bytes | HostSource | DeviceSource | LazySource
 
 
-def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[str]) -> list[ByteSource]:
-    """All sources in the numbering of `FilePlan`, over the live tensors of `state`; `volatile` keys are copied now."""
+def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
+    """All sources in the numbering of `FilePlan`, over the live tensors of `state`."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[ByteSource] = []
@@ -93,17 +93,11 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict, volatile: frozenset[st
         if read is not None:
             data: ByteSource = LazySource(read, item)
         else:
-            tensor = narrow(boxes[item.key, item.box].tensor, relative(item.offset, item.box), item.shape)
-            data = _live_source(tensor, item.key in volatile)
+            box = boxes[item.key, item.box].tensor
+            tensor = narrow(box, relative(item.offset, item.box), item.shape).contiguous()
+            data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
         sources += [prefix, data, suffix]
     return sources
-
-
-def _live_source(tensor: torch.Tensor, volatile: bool) -> ByteSource:
-    if volatile:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    tensor = tensor.contiguous()
-    return HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
 
 
 class ObjectFile(NamedTuple):
@@ -143,9 +137,10 @@ def common_archive(common: dict[str, Any]) -> bytes:
 
 
 class StageAndWrite:
-    """Stages and writes `chunks` of `sources`; `staged` is set when the live tensors are not needed any more.
+    """Brings the data files of this rank into a checkpoint, from `sources`.
 
-    `begin` allocates the slots and copies as much as there are slots for; it touches no file.
+    `begin` allocates the slots and fills as many as there are; it touches no file. `abort` follows if `write` is not
+    called or has failed. `staged` is set when the live tensors are not needed any more.
     """
 
     def __init__(
@@ -157,10 +152,11 @@ class StageAndWrite:
         pool: Workers,
         make_slots: Callable[[], list[Slot]],
     ) -> None:
+        self.objects = objects
         self.staged = threading.Event()
-        self.staged_at = 0.0
-        self._files, self._chunks, self._objects, self._stream = plan.files, plan.chunks, objects, stream
-        self._sources: Sequence[ByteSource] = sources
+        self.staged_at = 0.0  # time.perf_counter
+        self._files, self._chunks, self._stream = plan.files, plan.chunks, stream
+        self._sources = sources
         self._unstaged = len(plan.chunks)
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []
@@ -183,17 +179,21 @@ class StageAndWrite:
             for index in range(min(len(self._slots), len(self._chunks))):
                 self._futures.append(self._pool.submit(partial(self._stage, index)))
 
-    def write(self, target: ShardTarget, progress: Progress) -> dict[str, FileChecksums]:
+    def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
+        """Returns the checksums when all files are durable in `target`. Raises the first error."""
         self._progress = progress
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))
         self._files_are_open.set()
         result: dict[str, FileChecksums] = {}
-        if self._objects.content:
-            name = target.name_of(self._objects.name)
-            target.write_file(name, self._objects.content)
-            result[name] = checksums_of(self._objects.content)
-        self._wait()
+        if self.objects.content:
+            name = target.name_of(self.objects.name)
+            target.write_file(name, self.objects.content)
+            result[name] = checksums_of(self.objects.content)
+        for future in self._futures:  # those included that others submit meanwhile
+            future.result()
+        if self._failed:
+            raise CheckpointError("cancelled")
         shards, self._open = self._open, []
         closing = [self._pool.submit(partial(shard.close, durable=True)) for shard in shards]
         sums = [future.exception() or future.result() for future in closing]  # every file is closed before any error
@@ -206,7 +206,7 @@ class StageAndWrite:
 
     def abort(self) -> None:
         """Let the tasks under way run out, and close all files."""
-        self._failed = True
+        self.cancel()
         self._files_are_open.set()
         for future in self._futures:  # tasks append others while this runs
             future.exception()
@@ -216,42 +216,34 @@ class StageAndWrite:
                 shard.close(durable=False)
         self.staged.set()
 
-    def _submit(self, task: Any, index: int) -> None:
-        with self._lock:
-            self._futures.append(self._pool.submit(partial(task, index)))
-
     def cancel(self) -> None:
         """From any thread: `write` raises as soon as the pieces under way are done."""
         self._failed = True
 
-    def _wait(self) -> None:
-        """Until all tasks are done, those included that others submit meanwhile; raises the first error."""
-        for future in self._futures:
-            future.result()
-        if self._failed:
-            raise CheckpointError("cancelled")
-
     def _stage(self, index: int) -> None:
         if self._failed:
             return
-        chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
         copied = None
-        # On a device the copies only queue up here; the event tells the writer when the slot is filled.
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for part in chunk.parts:
-                source = self._sources[part.source]
-                if isinstance(source, bytes):
-                    slot.view[part.at : part.at + part.length] = source[part.start : part.start + part.length]
-                else:
-                    source.copy(slot, part)
+            self._fill(self._chunks[index], self._slots[index % len(self._slots)])
             if self._stream is not None:
-                copied = self._stream.record_event()
+                copied = self._stream.record_event()  # tells the writer when the slot is filled
         with self._lock:
             self._unstaged -= 1
             last = self._unstaged == 0
         if last:
             self._finish_staging()
-        self._submit(lambda number: self._write(number, copied), index)
+        with self._lock:
+            self._futures.append(self._pool.submit(partial(self._write, index, copied)))
+
+    def _fill(self, chunk: FileChunk, slot: Slot) -> None:
+        """On a device the copies only queue up here."""
+        for part in chunk.parts:
+            source = self._sources[part.source]
+            if isinstance(source, bytes):
+                slot.view[part.at : part.at + part.length] = source[part.start : part.start + part.length]
+            else:
+                source.copy(slot, part)
 
     def _finish_staging(self) -> None:
         if self._stream is None:
@@ -266,7 +258,7 @@ class StageAndWrite:
         chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
         if copied is not None:
             copied.synchronize()
-        self._open[chunk.file].write(chunk.offset, slot.view, chunk.length)
+        self._open[chunk.file].write(chunk.offset, slot, chunk.length)
         self._progress(chunk.length)
         # The slot is free again: the next chunk that belongs into it is staged by this thread.
         following = index + len(self._slots)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,8 +23,6 @@ class CoreAttention(MegatronModule):
     `scale` multiplies the scores; None means 1 / sqrt(d). `window` is the layer's. With --softmax-type learnable,
     `softmax_offset` has the attention sink of every head (Xiao et al. 2023; gpt-oss).
     """
-
-    checkpoint: Callable[..., Any] = staticmethod(checkpoint)
 
     def __init__(
         self,
@@ -52,7 +47,10 @@ class CoreAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
         if self.config.recomputes("core_attn") and self.training:
-            return self.checkpoint(self._attend, self.rng, query, key, value, documents)
+            # Not by the back end's, which repeats fp8, too: there is none here, and every repetition in Transformer
+            # Engine ends in a reduction of the maxima of all modules, and moves their histories on.
+            context: Tensor = checkpoint(self._attend, self.rng, query, key, value, documents)
+            return context
         return self._attend(query, key, value, documents)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:

@@ -143,11 +143,15 @@ class Fp8Weight:
         rescale: bool,
     ) -> None:
         """Where delayed scaling knows no maxima of these values yet, a first cast finds them."""
-        cast_master_weights_to_fp8(tensors, main, starts, group)
         used = self._owner.engine.module.fp8_meta["recipe"]
-        if not rescale or not used.delayed():
+        find_scales = rescale and used.delayed()
+        quantizers = [tensor._get_quantizer() for tensor in tensors] if find_scales else []
+        for quantizer in quantizers:
+            quantizer.amax.zero_()  # of the values before: a cast only lets it grow
+        cast_master_weights_to_fp8(tensors, main, starts, group)
+        if not find_scales:
             return
-        for quantizer in (tensor._get_quantizer() for tensor in tensors):
+        for quantizer in quantizers:
             scale = _E4M3_MAX / quantizer.amax / 2**used.margin
             quantizer.scale.copy_(torch.where(quantizer.amax > 0, scale, quantizer.scale))
         cast_master_weights_to_fp8(tensors, main, starts, group)

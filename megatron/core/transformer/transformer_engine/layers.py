@@ -117,12 +117,13 @@ class TECoreAttention(CoreAttention):
     Where scores are capped or have a sink the local class computes.
     """
 
-    checkpoint = staticmethod(te_checkpoint)
-
     def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
         super().__init__(config, place, **options)
         split_over, heads_over = self.cp.attention_axis, place.tp.size * self.cp.head_axis.size
-        self.window = self.mask.window
+        self.always: dict[str, Any] = {"window_size": self.mask.window}
+        if self.mask.slopes is not None:  # on the device: a copy in every call would wait for it
+            slopes = self.mask.slopes.to(device=place.device)
+            self.always |= {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         if config.attends_in_blocks:
             return
         self.module = te.DotProductAttention(
@@ -143,22 +144,15 @@ class TECoreAttention(CoreAttention):
             return super()._attend(query, key, value, documents)
         length, batch = query.shape[:2]
         q, k, v = (x.flatten(2, 3) for x in (query, key, value))  # [s, b, heads/tp, d]
-        options: dict[str, Any] = {"window_size": self.window}
-        if self.mask.slopes is not None:
-            options |= {"core_attention_bias_type": "alibi", "alibi_slopes": self.mask.slopes.to(q.device)}
         with self.rng.fork() if self.config.attention_dropout and self.training else nullcontext():
             if documents is None:
-                whole: Tensor = self.module(q, k, v, qkv_format="sbhd", attn_mask_type="causal", **options)
+                whole: Tensor = self.module(q, k, v, qkv_format="sbhd", attn_mask_type="causal", **self.always)
                 return whole
             starts = document_starts(documents).to(q.device, non_blocking=True)
-            options |= {
-                "cu_seqlens_q": starts,
-                "cu_seqlens_kv": starts,
-                "max_seqlen_q": length,
-                "max_seqlen_kv": length,
-            }
+            lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": length, "max_seqlen_kv": length}
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b s, heads/tp, d]
-            context = self.module(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **options)
+            how = self.always | lengths
+            context = self.module(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **how)
         return context.view(batch, length, -1).transpose(0, 1)
 
 

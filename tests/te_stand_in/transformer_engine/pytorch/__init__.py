@@ -1,7 +1,8 @@
 """The documented behaviour of the modules that we use, in plain torch.
 
 Of fp8 there is delayed scaling: tensors are rounded to e4m3 by scales that follow from the maxima of the calls before,
-which every rank of the group agrees on when the outermost autocast ends; weights are rounded in the first micro batch.
+which every rank of the group agrees on when the outermost autocast ends, those of every module whether it ran or not;
+weights are rounded in the first micro batch.
 """
 
 import contextlib
@@ -24,7 +25,14 @@ CALLS = []  # (module, what it was told) of every forward pass of a linear layer
 class _Fp8:
     recipe = group = model_recipe = None
     depth = 0
-    used = {}  # modules whose maxima are new
+    modules = {}  # that computed in fp8, and the group of the autocast that they did it in first
+
+
+def forget():
+    """What earlier models left here."""
+    USER_BUFFERS.clear()
+    CALLS.clear()
+    _Fp8.modules.clear()
 
 
 @contextlib.contextmanager
@@ -38,9 +46,8 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
         _Fp8.depth -= 1
         _Fp8.recipe, _Fp8.group = before
         if enabled and _Fp8.depth == 0 and torch.is_grad_enabled():
-            for module in _Fp8.used.values():
-                module.update_scales(fp8_group)
-            _Fp8.used.clear()
+            for module, group in _Fp8.modules.items():
+                module.update_scales(group)
 
 
 @contextlib.contextmanager
@@ -87,10 +94,10 @@ class _Gather(torch.autograd.Function):
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    recipe, group = _Fp8.recipe, _Fp8.group
+    recipe = _Fp8.recipe
 
     def contexts():
-        again = fp8_autocast(recipe is not None, fp8_recipe=recipe, fp8_group=group)
+        again = fp8_autocast(recipe is not None, fp8_recipe=recipe)
         return contextlib.nullcontext(), again
 
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs)
@@ -119,6 +126,8 @@ class _Module(nn.Module):
 
     def start(self):
         self.fp8 = _Fp8.recipe is not None
+        if self.fp8:
+            _Fp8.modules.setdefault(self, _Fp8.group)
         if self.fp8 and "scaling_fwd" not in self.fp8_meta:
             self.fp8_meta |= {"recipe": _Fp8.recipe, "num_gemms": 1}
             self.init_fp8_meta_tensors(_Fp8.recipe)
@@ -134,7 +143,6 @@ class _Module(nn.Module):
     def rounded(self, x, slot):
         meta = self.fp8_meta["scaling_fwd"]
         meta.amax_history[0, slot] = torch.maximum(meta.amax_history[0, slot], x.detach().abs().amax().float())
-        _Fp8.used[id(self)] = self
         y = (x.float() * meta.scale[slot]).clamp(-448, 448).to(torch.float8_e4m3fn).float() / meta.scale[slot]
         return x + (y.to(x.dtype) - x).detach()
 

@@ -6,7 +6,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, load,
 
 
 class Training:
-    """State that changes as in training: the step changes tensors, the forward pass a buffer, all the time the rest."""
+    """State that changes as in training: the step changes tensors, all the time the rest."""
 
     def __init__(self, seed=0, rows=600_000):
         generator = torch.Generator().manual_seed(seed)
@@ -34,10 +34,9 @@ class Training:
         self.rng["torch"].zero_()
         self.common["args"]["lr"][0] = -1
         self.common["iteration"] = -1
-        self.buffer.zero_()
 
     def change_tensors(self):
-        for tensor in (self.weight, self.moment, self.transposed, self.step):
+        for tensor in (self.weight, self.moment, self.transposed, self.buffer, self.step):
             tensor.zero_()
 
 

@@ -130,6 +130,15 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
     ]
 
 
+def test_what_a_removal_could_not_finish_goes_with_the_next(tmp_path):
+    generation, directories = Generation.take(tmp_path, {}), [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
+    for directory in directories:
+        directory.mkdir()
+    (left,) = generation.put_aside(directories[:1])  # and the disk is read-only now
+    (path,) = generation.put_aside(directories[1:])
+    assert path.is_dir() and not left.exists() and not directories[0].exists()
+
+
 def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, monkeypatch):
     """It has read the numbers, and then two others start before it makes its claim."""
     faster, make = [], Path.mkdir

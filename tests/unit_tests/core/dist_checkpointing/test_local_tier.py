@@ -28,8 +28,8 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.loading import spread_checkpoint
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
-from megatron.core.dist_checkpointing.local_tier import LocalTier, cliques
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier, cliques
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 
 ROWS = 50_000  # of rank 0, which writes 4 MB; rank 1 writes 80 bytes
 
@@ -221,6 +221,61 @@ def share_a_directory(rank, size, root):
 
 def test_replicas_on_the_own_node_and_no_directory_are_errors(pool, tmp_path):
     pool.run(share_a_directory, 4, str(tmp_path))
+
+
+def named_at_once(rank, size, root):
+    """Both ranks of a node name it at the same time, where there are no hard links; the later one replaces the name."""
+    root = Path(root)
+
+    def link(*_):
+        while len(list(root.glob("*.tmp-*"))) < size and not (root / ".node").exists():
+            pass
+        raise PermissionError("no hard links")
+
+    def replace(source, target):
+        if rank == 1:
+            while not (root / "read").exists():
+                pass
+        os.rename(source, target)
+
+    def together(ranks, function):
+        result = function()
+        (root / "read").touch()
+        dist.barrier()
+        return result
+
+    with (
+        mock.patch.object(os, "link", link),
+        mock.patch.object(os, "replace", replace),
+        mock.patch.object(Coordination, "together", together),
+    ):
+        return LocalTier.create(root).nodes
+
+
+def test_ranks_of_a_node_agree_on_its_name_without_hard_links(pool, tmp_path):
+    assert pool.run(named_at_once, 2, str(tmp_path)) == [[0, 0], [0, 0]]
+
+
+def superseded(rank, size, root):
+    """The start before goes on saving; what it saves does not count, and takes nothing away."""
+    new, old = Node(rank, root), Node(rank, root)
+    new.nodes = LocalSaver(new.tier, Generation(Path(root), 2, ""), None)
+    names = []
+    for node, iteration in ((old, 5), (new, 4), (old, 6), (old, 7)):
+        assert node.save(iteration).error is None
+        dist.barrier()
+        names.append([held.order for held in find_held(node.tier)])
+    assert new.save(5).error is None
+    dist.barrier()
+    names.append([held.order for held in find_held(new.tier)])
+    old.close()
+    new.close()
+    return names
+
+
+def test_a_superseded_start_does_not_touch_what_its_successor_saves(pool, tmp_path):
+    found, _ = pool.run(superseded, 2, str(tmp_path))
+    assert found == [[(1, 5)], [(2, 4)], [(2, 4), (1, 6)], [(2, 4), (1, 7), (1, 6)], [(2, 5), (2, 4)]]
 
 
 def read_at_random(rank, size, root, flips):

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving import commit
-from megatron.core.dist_checkpointing.saving.commit import Outcome, SaveBarrier
+from megatron.core.dist_checkpointing.saving.conductor import Outcome, SaveBarrier
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
     assert_holds,
@@ -39,7 +39,7 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
     with AsyncSaver(staging_mem_limit=limit) as saver:
         for seed in range(4):  # the buffers are used again from the second on
             training = Training(seed)
-            saver.save(training.state(), tmp_path / f"{seed}", common=training.common, volatile={"buffer"})
+            saver.save(training.state(), tmp_path / f"{seed}", common=training.common)
             training.change_objects()
             saver.wait_staged()
             training.change_tensors()
@@ -239,7 +239,7 @@ def test_slow_file_systems_do_not_hold_training_up(tmp_path, monkeypatch, name):
     training = Training(5)
     with AsyncSaver() as saver:
         held = Held(monkeypatch, name)
-        handle = saver.save(training.state(), tmp_path / "c", common=training.common, volatile={"buffer"})
+        handle = saver.save(training.state(), tmp_path / "c", common=training.common)
         training.change_objects()
         held.reached.wait()
         saver.wait_staged()

@@ -22,15 +22,14 @@ from megatron.core.dist_checkpointing import (
     is_complete,
     load,
     missing_or_truncated,
-    object_generation,
     read_tracker,
     save,
     take_generation,
     verify,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.core.dist_checkpointing.local_tier import LocalTier
-from megatron.core.dist_checkpointing.saving.local_commit import LocalSaver
+from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
+from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.object_storage import ObjectStore, path_of
 from megatron.training.checkpoint.retention import Retention, RetentionPolicy
 from tests.object_server import FaultyProxy, object_server
@@ -70,7 +69,6 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
                 training.state(),
                 directory,
                 common=training.common,
-                volatile={"buffer"},
                 generation=generation,
                 on_commit=lambda seed=seed: generation.move_tracker(seed),
             )
@@ -213,15 +211,15 @@ def test_starts_at_the_same_moment_get_different_generations(root):
 
 def test_a_slow_start_does_not_take_a_number_that_was_removed_meanwhile(root, monkeypatch):
     """It has seen no generation; then others take 1 and 2, and the second removes the first."""
-    look = object_generation._newest
+    look = object_commit._newest
 
     def look_before_the_others(root):
-        monkeypatch.setattr(object_generation, "_newest", look)
+        monkeypatch.setattr(object_commit, "_newest", look)
         seen = look(root)
         assert [take_generation(root, {}).number for _ in range(2)] == [1, 2]
         return seen
 
-    monkeypatch.setattr(object_generation, "_newest", look_before_the_others)
+    monkeypatch.setattr(object_commit, "_newest", look_before_the_others)
     generation = take_generation(root, {})
     assert generation.number == 3 and generation.is_current()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedObject, ShardedTensor, save
 from megatron.core.dist_checkpointing.planning import save_plan
-from megatron.core.dist_checkpointing.saving import shard_file
+from megatron.core.dist_checkpointing.saving import commit
 from tests.processes import wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 
@@ -37,7 +37,7 @@ class Fault:
                 raise OSError(code, os.strerror(code))
             return self.real(*args, **kwargs)
 
-        monkeypatch.setattr(shard_file.os, name, call)
+        monkeypatch.setattr(commit.os, name, call)
 
 
 @pytest.mark.parametrize("name", ["pwrite", "fsync", "open", "ftruncate"])
@@ -77,7 +77,7 @@ def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
     saver = AsyncSaver()
     with pytest.MonkeyPatch.context() as monkeypatch:
         Fault(monkeypatch, "pwrite", errno.ENOSPC, after=1)
-        monkeypatch.setattr(shard_file.os, "close", close)
+        monkeypatch.setattr(commit.os, "close", close)
         report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(timeout=60)
     assert os.strerror(errno.ENOSPC) in report.error and os.listdir(tmp_path) == []
     saver.wait_staged()
@@ -110,7 +110,7 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(shard_file.os, "pwrite", pwrite)
+    monkeypatch.setattr(commit.os, "pwrite", pwrite)
     training = Training(2)
     save(training.state(), tmp_path / "c", common=training.common)
     assert refused
@@ -119,9 +119,7 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(
-        shard_file.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset)
-    )
+    monkeypatch.setattr(commit.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
     training = Training(2, rows=10_000)
     save(training.state(), tmp_path / "c", common=training.common)
     assert_holds(tmp_path / "c", 2, rows=10_000)
