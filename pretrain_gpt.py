@@ -10,16 +10,15 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.datasets import Dataset, FillInTheMiddle, build_datasets
+from megatron.core.datasets import FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.run_config import Config, parse_args
-from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch import environment_world_size, errors_explained_once
-from megatron.training.reporting.summary import dry_run
-from megatron.training.run import Loss
+from megatron.training.planning.summary import dry_run
+from megatron.training.run import Batch, Datasets, Loss
 from megatron.training.training import pretrain
 
 
@@ -41,9 +40,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
     )
 
 
-def datasets_provider(
-    config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+def datasets_provider(config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer) -> Datasets:
     """Train, validation and test samples."""
     assert config.model.vocab_size is not None
     fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data and not config.data.mock_data else None

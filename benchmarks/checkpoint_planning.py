@@ -35,7 +35,7 @@ from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.core.utils import even_range  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
-from megatron.training.planning.empty_model import EmptyChunk, empty_chunks  # noqa: E402
+from megatron.training.planning.rank_memory import EmptyChunk, empty_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")

@@ -11,6 +11,8 @@ node with its disk and gets another one, from SIGKILL to the next step and to on
     python benchmarks/tiers.py --restart                   # the loss of a node alone: 82 MB of state
     python benchmarks/tiers.py --store local --size-gb 0.2 # object storage alone, in a server of this machine
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
+
+Over plain http the data is signed with a SHA-256, as it is not over https; AWS_UNSIGNED_PAYLOAD=true leaves that out.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -21,11 +22,9 @@ from typing import Any
 
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.run_config import Config, flag_parser, make_config
-from megatron.training.planning.costs import save_interval
-from megatron.training.planning.pictures import plan_picture
-from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
+from megatron.training.planning.run_plan import RunPlan, plan_run
+from megatron.training.planning.summary import plan_page, plan_picture, set_planned_vocab_size
 from megatron.training.reporting.run_record import RecordedStart, goodput, read_record
-from megatron.training.reporting.summary import plan_page, set_planned_vocab_size
 from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
@@ -44,6 +43,15 @@ MTBF_HELP = (
     "propose save intervals for a failure every H hours, and one that loses a node with its replicas every H2 (10 H), "
     "from the costs in --measured"
 )
+
+
+def save_interval(cost: float, mtbf: float) -> float:
+    """Seconds of training between saves that lose least, if a save costs `cost` seconds and the mean time between
+    failures is `mtbf` seconds (J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006)."""
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
 def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float]) -> list[str]:
@@ -140,20 +148,13 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "bubble": plan.bubble,
         "notes": config.notes,
-        "stages": [stage_as_json(stage) for stage in plan.stages],
+        "stages": [
+            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
+            | {"stage": stage.ps.pp.rank, "memory": asdict(stage.memory) | {"total": stage.memory.total}}
+            | {"traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()}}
+            for stage in plan.stages
+        ],
     }
-
-
-def stage_as_json(stage: StagePlan) -> dict[str, Any]:
-    values = {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
-    return (
-        {"stage": stage.ps.pp.rank}
-        | values
-        | {
-            "memory": asdict(stage.memory) | {"total": stage.memory.total},
-            "traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()},
-        }
-    )
 
 
 def verdict(needed: int, available: float, reserve: float) -> str:

@@ -11,7 +11,6 @@ also compressed (.gz). Documents keep the order of the input whatever the number
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import glob
 import gzip
 import itertools
@@ -84,13 +83,8 @@ class LineBatch:
         return sum(len(document) for _, document in self.documents)
 
 
-@dataclass
-class Tokens:
-    """Documents one after the other: tokens, tokens per sequence, sequences per document."""
-
-    tokens: np.ndarray
-    lengths: list[int]
-    documents: list[int]
+Tokens = tuple[np.ndarray, list[int], list[int]]
+"""Documents one after the other: tokens, tokens per sequence, sequences per document."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -125,18 +119,27 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
             for key, prefix in prefixes.items()
         }
         bar = stack.enter_context(Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty()))
-        count = DocumentCount(config.log_interval, bar)
+        documents, began = 0, time.perf_counter()
+
+        def report() -> None:
+            rate = documents / max(time.perf_counter() - began, 1e-9)
+            print(f"{documents} documents, {rate:.1f} docs/s; {bar.text()}", file=sys.stderr, flush=True)
+
         encoded_chunks = stack.enter_context(contextlib.closing(OrderedWorkers(encoder, chunks, workers, CHUNKS_AHEAD)))
         for chunk, encoded in encoded_chunks:
             for key, result in encoded.items():
-                builders[key].add(result.tokens, result.lengths, result.documents)
-            count.add(len(chunk.documents), chunk.num_bytes)
+                builders[key].add(*result)
+            bar.add(chunk.num_bytes)
+            due = documents // config.log_interval < (documents + len(chunk.documents)) // config.log_interval
+            documents += len(chunk.documents)
+            if due and bar.quiet:  # on a terminal the bar says it
+                report()
         for key, builder in builders.items():
             if builder.num_documents == 0:
                 raise ValueError(f"no document of {len(paths)} files has any token of {key!r}: nothing is written")
-    count.report()
+    report()
     for key, builder in builders.items():
-        empty = count.documents - builder.num_documents
+        empty = documents - builder.num_documents
         skipped = f" ({empty} empty ones left out)" if empty else ""
         print(
             f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens", file=sys.stderr
@@ -216,13 +219,13 @@ SPLITTERS: dict[str, Splitter] = {"file": split_file, "block": split_blocks, "li
 # Tokenizing
 
 
+@dataclass(frozen=True)
 class Encoder:
     """Chunks to tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, keys: list[str], append_eod: bool) -> None:
-        self.tokenizer = tokenizer
-        self.keys = keys
-        self.append_eod = append_eod
+    tokenizer: Tokenizer
+    keys: list[str]
+    append_eod: bool
 
     def __call__(self, chunk: LineBatch) -> dict[str, Tokens]:
         dtype = token_dtype(self.tokenizer.vocab_size)
@@ -272,32 +275,8 @@ def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
     """Documents without tokens are left out."""
     sequences = [sequence for document in documents for sequence in document]
     arrays = [np.array(sequence, dtype=dtype) for sequence in sequences]
-    return Tokens(
-        np.concatenate(arrays) if arrays else np.empty(0, dtype),
-        [len(sequence) for sequence in sequences],
-        [len(document) for document in documents if document],
-    )
-
-
-@dataclass
-class DocumentCount:
-    """Counts documents, and says how fast they pass: on a terminal by the bar alone."""
-
-    interval: int
-    bar: Progress
-    documents: int = 0
-    start: float = dataclasses.field(default_factory=time.perf_counter)
-
-    def add(self, documents: int, num_bytes: int) -> None:
-        before = self.documents // self.interval
-        self.documents += documents
-        self.bar.add(num_bytes)
-        if self.bar.quiet and self.documents // self.interval > before:
-            self.report()
-
-    def report(self) -> None:
-        rate = self.documents / max(time.perf_counter() - self.start, 1e-9)
-        print(f"{self.documents} documents, {rate:.1f} docs/s; {self.bar.text()}", file=sys.stderr, flush=True)
+    tokens = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+    return tokens, list(map(len, sequences)), [len(document) for document in documents if document]
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.conversion.find_checkpoint import fault, iteration_directory, saved_iterations
+from megatron.conversion.formats import fault, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
 from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.utils import Progress
-from megatron.training.reporting.run_record import RecordedStart, finite, goodput, kept_until, read_record
+from megatron.training.reporting.run_record import RecordedStart, goodput, kept_until, plain, read_record
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
@@ -145,7 +145,7 @@ def save_stages(values: dict[str, float]) -> dict[str, float]:
 
 def page(values: Row) -> str:
     """The page with its data inside; `<` is escaped, so that no text can end the script."""
-    data = json.dumps(finite(values)).replace("<", "\\u003c")
+    data = json.dumps(plain(values)).replace("<", "\\u003c")
     return PAGE.read_text(encoding="utf-8").replace('"__DATA__"', data)
 
 

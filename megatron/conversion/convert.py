@@ -17,16 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.find_checkpoint import Found, require_checkpoint
-from megatron.conversion.formats import Hints, Options
+from megatron.conversion.formats import Found, Hints, Options, require_checkpoint
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, TorchDistSource, write_torch_dist
-from megatron.conversion.model_space.model import is_trained
-from megatron.conversion.model_space.pieces import bits, make_empty_directory
-from megatron.conversion.model_space.rank_layout import Layout, norm_key
+from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, open_torch_dist, write_torch_dist
+from megatron.conversion.model_space.model import Layout, is_trained
+from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
 from megatron.conversion.model_space.source import (
     ADAM,
     Progress,
@@ -39,10 +36,10 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
 )
 from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
-from megatron.core.dist_checkpointing.boxes import cut_rows
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.reader import Request
+from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
 from megatron.core.utils import Progress as ProgressBar
@@ -50,22 +47,11 @@ from megatron.core.utils import Progress as ProgressBar
 _VERIFY_BYTES = 64 << 20
 
 
-def _open_torch_dist(directory: Path, hints: Hints) -> Source:
-    if hints.as_saved:
-        common = read_common(directory, verify=hints.verify)
-        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
-            run = RunCheckpoint(directory, common, hints.verify)
-            # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
-            if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
-                return run
-    return TorchDistSource(directory, hints.optimizer, hints.verify)
-
-
 READERS: dict[str, Callable[[Path, Hints], Source]] = {
-    "torch_dist": _open_torch_dist,
-    "legacy": lambda directory, hints: LegacySource(directory, hints.optimizer),
-    "hf": lambda directory, hints: HuggingFaceSource(directory, hints.args, hints.ignored_fields, hints.optimizer),
-    "universal": lambda directory, hints: UniversalSource(directory, hints.args, hints.qkv_layout, hints.optimizer),
+    "torch_dist": open_torch_dist,
+    "legacy": LegacySource,
+    "hf": HuggingFaceSource,
+    "universal": UniversalSource,
 }
 
 
@@ -229,7 +215,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
             raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
-            if not torch.equal(bits(result.read(key, offset, shape)), bits(expected)):
+            if not same_bits(result.read(key, offset, shape), expected):
                 raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
             progress(expected.nbytes)
         count += 1
@@ -244,24 +230,26 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
 
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
     """The source's layout unless the options change it; a new number of stages drops chunks and uneven stages."""
-    pp = options.pipeline_parallel or args.get("pipeline_model_parallel_size") or 1
-    same_pipeline = pp == (args.get("pipeline_model_parallel_size") or 1)
-    vpp = options.virtual_pipeline_parallel
-    if vpp is None:
-        vpp = (args.get("virtual_pipeline_model_parallel_size") or 1) if same_pipeline else 1
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers") if same_pipeline else ()
-    tp = options.tensor_parallel or args.get("tensor_model_parallel_size") or 1
-    splits = {name: args.get(name) for name in ends}
+
+    def stored(axis: str) -> int:
+        return args.get(f"{axis}_parallel_size") or 1
+
+    tp = options.tensor_parallel or stored("tensor_model")
+    pp = options.pipeline_parallel or stored("pipeline_model")
+    same_pipeline = pp == stored("pipeline_model")
+    vpp = options.virtual_pipeline_parallel or (stored("virtual_pipeline_model") if same_pipeline else 1)
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    splits = {name: args.get(name) for name in ends if same_pipeline}
     if (args.get("num_experts") or 0) <= 1:
         return Layout.of(args["num_layers"], tp, pp, vpp, splits)
-    ep = options.expert_parallel or args.get("expert_model_parallel_size") or 1
-    same_tensor = tp == (args.get("tensor_model_parallel_size") or 1)
-    etp = options.expert_tensor_parallel or (args.get("expert_tensor_parallel_size") if same_tensor else None)
-    if ep == 1 and options.expert_tensor_parallel not in (None, tp):
+    ep, etp = options.expert_parallel or stored("expert_model"), options.expert_tensor_parallel
+    if ep == 1 and etp not in (None, tp):
         raise ValueError(
             f"--target-expert-tensor-parallel-size {etp} needs --target-expert-model-parallel-size: legacy files split "
             f"experts as dense layers, over {tp} ranks, where there is no expert parallelism"
         )
+    if etp is None and tp == stored("tensor_model"):
+        etp = args.get("expert_tensor_parallel_size")
     return Layout.of(args["num_layers"], tp, pp, vpp, splits, (ep, etp if ep > 1 else None))
 
 
@@ -322,7 +310,13 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
     handle = _open_own(directory)
     try:
         # The lock goes with the process: a killed conversion blocks nobody.
-        _lock(handle, directory)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            reason = "another conversion to the same --save-dir is writing: wait for it"
+            raise ValueError(f"{directory}: {reason}") from error
+        except OSError:  # some network file systems do not support locks
+            pass
         try:
             for path in directory.iterdir():
                 remove(path)
@@ -347,12 +341,3 @@ def _open_own(directory: Path) -> int:
         os.close(handle)
         raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
     return handle
-
-
-def _lock(handle: int, directory: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"{directory}: another conversion to the same --save-dir is writing: wait for it") from error
-    except OSError:  # some network file systems do not support locks
-        pass

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
 
 _INIT_BLOCK = 1 << 20  # elements that are drawn from one generator; fixed for ever, it is part of the seed's meaning
 

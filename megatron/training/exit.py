@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
@@ -24,34 +23,28 @@ from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.logging import Interval
-from megatron.training.reporting.measurements import HostCopy
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send before they kill
 
 
-class ExitSignals:
-    """Remembers the first exit signal of this process instead of terminating; a context manager.
+@contextmanager
+def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
+    """The exit signals that come inside the block, in order, if `wanted`: they are remembered and do not terminate.
 
     torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) ahead of
     the time limit.
     """
+    received: list[signal.Signals] = []
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number)
-
-    @contextmanager
-    def installed(self, wanted: bool) -> Iterator[ExitSignals]:
-        """Handle the signals inside the block if `wanted`; the previous handlers return at its end."""
-        before = {number: signal.signal(number, self._remember) for number in EXIT_SIGNALS} if wanted else {}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, remember) for number in EXIT_SIGNALS} if wanted else {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Exit(NamedTuple):
@@ -84,7 +77,7 @@ class SaveAndExitPolicy:
 
     def __init__(
         self,
-        signals: ExitSignals,
+        signals: Sequence[signal.Signals],
         training: TrainingConfig,
         checkpoint: CheckpointConfig,
         saver: CheckpointSaver,
@@ -92,89 +85,95 @@ class SaveAndExitPolicy:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._signals, self._saver = signals, saver
-        self._handles_signals = training.exit_signal_handler
-        self._minutes = training.exit_duration_in_mins
-        self._exit_interval = training.exit_interval
-        self._save_interval, self._save_secs = checkpoint.save_interval, checkpoint.save_interval_secs
-        self._local_interval = checkpoint.non_persistent_save_interval
-        saves_behind_training = checkpoint.save is not None and checkpoint.async_save
-        self._may_fail = checkpoint.exit_on_save_failure and saves_behind_training
+        self._signals, self._saver, self._device = signals, saver, device
+        self._training, self._checkpoint = training, checkpoint
         self._clock, self._start, self._last_save = clock, started, clock()
+        self._may_fail = checkpoint.exit_on_save_failure and checkpoint.save is not None and checkpoint.async_save
         self._needs_votes = (
-            self._handles_signals or self._minutes is not None or self._save_secs is not None or self._may_fail
+            training.exit_signal_handler
+            or training.exit_duration_in_mins is not None
+            or checkpoint.save_interval_secs is not None
+            or self._may_fail
         )
-        self._exchange = _VoteExchange(device)
+        self._exchange: Callable[[], _Votes] | None = None  # under way
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
         """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later.
 
         Raises SaveFailedError on all ranks together if a save behind training has failed (--exit-on-save-failure).
         """
-        votes = self._exchange.take() if self._needs_votes else _Votes()
+        votes = self.finish()
         if votes.failed:
             self._saver.stop()
         leave = self._leave(iteration, votes)
-        save = bool(votes.save) or is_multiple(iteration, self._save_interval)
+        save = bool(votes.save) or is_multiple(iteration, self._checkpoint.save_interval)
         if save:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
-            self._exchange.start(self._votes(seconds))
-        return SaveAndExit(save, is_multiple(iteration, self._local_interval) and not save, leave)
+            self._exchange = start_maxima(self._votes(seconds), self._device)
+        locally = is_multiple(iteration, self._checkpoint.non_persistent_save_interval)
+        return SaveAndExit(save, locally and not save, leave)
 
-    def finish(self) -> None:
+    def finish(self) -> _Votes:
         """Complete the last exchange, which other ranks may be waiting in."""
-        self._exchange.take()
+        exchange, self._exchange = self._exchange, None
+        return _Votes() if exchange is None else exchange()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
+        training = self._training
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
-            return Exit(f"{self._minutes:g} minutes are over (--exit-duration-in-mins)", urgent=True)
-        if is_multiple(iteration, self._exit_interval):
-            return Exit(f"iteration {iteration} is a multiple of --exit-interval {self._exit_interval}")
+            return Exit(f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)", urgent=True)
+        if is_multiple(iteration, training.exit_interval):
+            return Exit(f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}")
         return None
 
     def _votes(self, seconds: float) -> _Votes:
-        now = self._clock()
+        now, minutes = self._clock(), self._training.exit_duration_in_mins
+        since_save, due = now - self._last_save, self._checkpoint.save_interval_secs
         # The vote takes effect after the next iteration, and then the last save must still fit in.
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
         return _Votes(
-            signal=int(self._signals.received or 0),
-            late=self._minutes is not None and end > 60 * self._minutes,
-            save=self._save_secs is not None and now - self._last_save >= self._save_secs,
+            signal=self._signals[0] if self._signals else 0,
+            late=minutes is not None and end > 60 * minutes,
+            save=due is not None and since_save >= due,
             failed=self._may_fail and self._saver.failure is not None,
         )
 
 
-class _VoteExchange:
-    """The maxima of all ranks' votes, without waiting."""
+def start_maxima(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
+    """Begin to exchange the votes of all ranks; the function that is returned waits for their maxima."""
+    if dist.get_backend() == "nccl":
+        # Queued behind the work of the device and copied back without waiting for it.
+        on_device = torch.tensor(votes, dtype=torch.int32, device=device)
+        dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
+        copied = start_copy(on_device)
+        return lambda: _Votes(*copied().tolist())
+    on_host = torch.tensor(votes, dtype=torch.int32)
+    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._work: dist.Work | None = None
-        self._votes: torch.Tensor | HostCopy | None = None
+    def maxima() -> _Votes:
+        work.wait()
+        return _Votes(*on_host.tolist())
 
-    def start(self, votes: _Votes) -> None:
-        if dist.get_backend() == "nccl":
-            # Queued behind the work of the device and copied back without waiting for it.
-            on_device = torch.tensor(votes, dtype=torch.int32, device=self._device)
-            dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
-            self._votes = HostCopy.start(on_device)
-        else:
-            self._votes = torch.tensor(votes, dtype=torch.int32)
-            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
+    return maxima
 
-    def take(self) -> _Votes:
-        """The maxima of the last `start`; zeros before it."""
-        votes, self._votes = self._votes, None
-        if votes is None:
-            return _Votes()
-        if isinstance(votes, HostCopy):
-            return _Votes(*votes.wait().tolist())
-        assert self._work is not None
-        self._work.wait()
-        return _Votes(*votes.tolist())
+
+def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a small tensor to the host; the function that is returned does not wait for newer work."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> torch.Tensor:
+        copied.synchronize()
+        return host
+
+    return wait
 
 
 def is_multiple(iteration: int, interval: int | None) -> bool:
@@ -186,14 +185,6 @@ class NotFiniteError(ValueError):
     """A loss or gradient is NaN or infinite."""
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    iteration: int
-    loss: torch.Tensor
-    step: StepResult
-    skipped: HostCopy
-
-
 class NanCheck:
     """Checks every iteration one iteration later, so that the host never waits for the device.
 
@@ -202,33 +193,33 @@ class NanCheck:
     """
 
     def __init__(self, ps: ParallelState, wanted: bool, dynamic_loss_scale: bool) -> None:
-        self._ps = ps
-        self._wanted = wanted
-        self._dynamic_loss_scale = dynamic_loss_scale
-        self._last: _Submitted | None = None
+        self._ps, self._wanted, self._dynamic_loss_scale = ps, wanted, dynamic_loss_scale
+        self._last: tuple[int, torch.Tensor, StepResult, Callable[[], torch.Tensor]] | None = None
 
     def submit(self, iteration: int, loss: torch.Tensor, step: StepResult) -> None:
         """Check the iteration before this one, and keep this one for the next call."""
         self.finish()
         if self._wanted:
-            self._last = _Submitted(iteration, loss, step, HostCopy.start(step.skipped))
+            self._last = iteration, loss, step, start_copy(step.skipped)
 
     def finish(self) -> None:
         """Check what is still unchecked. Raises NotFiniteError on every rank that names the ranks where it began."""
-        last, self._last = self._last, None
-        if last is None or not last.skipped.wait():  # the same on all ranks: the norm is over all gradients
+        if self._last is None:
+            return
+        (iteration, loss, step, skipped), self._last = self._last, None
+        if not skipped():  # the same on all ranks: the norm is over all gradients
             return
         # The norm says that something is wrong on all ranks; only the ranks with the loss can say where it began.
-        finite = bool(torch.isfinite(last.loss).all())
+        finite = bool(torch.isfinite(loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, None if finite else self._place())
+        dist.all_gather_object(places, None if finite else f"rank {self._ps.rank} ({self._ps.place})")
         where = ", ".join(place for place in places if place is not None)
         if where:
-            raise NotFiniteError(f"iteration {last.iteration}: the loss is not finite on {where}. {_ADVICE}")
+            raise NotFiniteError(f"iteration {iteration}: the loss is not finite on {where}. {_ADVICE}")
         if not self._dynamic_loss_scale:
-            norm = last.step.grad_norm.item()
+            norm = step.grad_norm.item()
             raise NotFiniteError(
-                f"iteration {last.iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
+                f"iteration {iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
             )
 
     def check_interval(self, interval: Interval) -> None:
@@ -236,10 +227,6 @@ class NanCheck:
         for iteration in interval.iterations:
             if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):
                 raise NotFiniteError(f"iteration {iteration.iteration}: the loss is {iteration.lm_loss}. {_ADVICE}")
-
-    def _place(self) -> str:
-        ps = self._ps
-        return f"rank {ps.rank} ({ps.place})"
 
 
 _ADVICE = (

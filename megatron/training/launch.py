@@ -56,7 +56,9 @@ def join(config: DistributedConfig) -> torch.device:
     """Threads, device and the default process group; one that exists already is used as it is."""
     torch.set_num_threads(num_threads(config))
     if config.deterministic_mode:
-        _be_deterministic()
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     device = choose_device(config)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not config.disable_bf16_reduced_precision_matmul
@@ -190,12 +192,6 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
-
-
-def _be_deterministic() -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h> of glibc

@@ -1,27 +1,32 @@
-"""What a run consists of once it is built, and its position."""
+"""What a run consists of, how it is built, how far it is, and one global batch through it, to train or to evaluate."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
+from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.moe.router import finish_step, measurements, routers
 from megatron.training.checkpoint.saver import CheckpointSaver
-from megatron.training.config.run_config import Config
-from megatron.training.data.samplers import Batch, BatchSchedule
+from megatron.training.config.options import BatchSchedule
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.reporting.logging import Writer
-from megatron.training.reporting.measurements import Timers
+from megatron.training.launch import check_compiler, compile_layers, seed_everything
+from megatron.training.reporting.logging import Writer, reduce_losses
+from megatron.training.reporting.measurements import Timers, model_flops_per_token
 
 
 class Loss(NamedTuple):
@@ -33,6 +38,8 @@ class Loss(NamedTuple):
     """How many that are; a scalar."""
 
 
+Batch = dict[str, Tensor]
+
 ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
 """(model chunk, micro batch, activation of the stage before) -> activation, or the `Loss` on the last stage.
 
@@ -40,12 +47,10 @@ The micro batch is empty on chunks that need no data.
 """
 
 
-class DatasetsProvider(Protocol):
-    """Builds (train, valid, test) with at least so many samples; None where none are wanted."""
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
-    def __call__(
-        self, config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
-    ) -> tuple[Dataset | None, Dataset | None, Dataset | None]: ...
+DatasetsProvider = Callable[[Config, tuple[int, int, int], Tokenizer], Datasets]
+"""Builds the splits with at least so many samples; None where none are wanted."""
 
 
 @dataclass
@@ -112,3 +117,191 @@ class Run:
         """Tokens enter at the first layer, labels at the loss; attention needs to know the documents everywhere."""
         at_an_end = self.ps.is_first_chunk(chunk) or self.ps.is_last_chunk(chunk)
         return at_an_end or self.config.data.reset_attention_mask
+
+
+def build_run(
+    config: Config,
+    ps: ParallelState,
+    device: torch.device,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> Run:
+    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
+    rng = TensorParallelRng(0, ps.tp.rank, device)
+    seed_everything(config.training.seed, ps, rng)
+    tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
+    layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
+    chunks = build_chunks(config, ps, rng, model_provider)
+    optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
+    return Run(
+        config=config,
+        ps=ps,
+        device=device,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=OptimizerParamScheduler(
+            optimizer.param_groups,
+            config.schedule(),
+            override=config.scheduler.override_opt_param_scheduler,
+            use_checkpoint=config.scheduler.use_checkpoint_opt_param_scheduler,
+        ),
+        batches=config.batch_schedule(ps.dp.size),
+        forward_step=forward_step,
+        rng=rng,
+        saver=CheckpointSaver(config.checkpoint),
+        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
+        vocab_size=vocab_size,
+        flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
+    )
+
+
+def build_chunks(
+    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
+) -> list[DistributedDataParallel]:
+    """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
+    if config.distributed.compile:
+        check_compiler(rng.device)
+    chunks = []
+    for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
+        chunk = model_provider(config, place)
+        chunk.initialize(config.training.seed)
+        # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
+        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
+        if config.distributed.compile:
+            compile_layers(chunks[-1])
+    return chunks
+
+
+class MicrobatchFeed:
+    """The micro batches of one iteration on the device: each is fetched once and kept until its last chunk used it.
+
+    `documents` stay on the host: where they begin and end decides what attention launches, and the device, asked for
+    it, would first have to finish all that it was given.
+    """
+
+    def __init__(self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]) -> None:
+        """`users`: the chunks that need any of a batch."""
+        self._batches, self._device, self._users = batches, device, users
+        self._held: dict[int, Batch] = {}
+
+    def __call__(self, chunk: int, microbatch: int) -> Batch:
+        if chunk not in self._users:
+            return {}
+        if chunk == self._users[0]:  # the chunks see micro batches in the same order, the first one before the others
+            assert self._batches is not None
+            batch = next(self._batches)
+            self._held[microbatch] = {
+                key: x if key == "documents" else x.to(self._device, non_blocking=True) for key, x in batch.items()
+            }
+        return self._held.pop(microbatch) if chunk == self._users[-1] else self._held[microbatch]
+
+
+def forward_backward(
+    run: Run, batches: Iterator[Batch] | None, num_microbatches: int, forward_only: bool = False
+) -> Tensor:
+    """Forward (and backward) of `num_microbatches` micro batches; gradients accumulate in the chunks' buffers.
+
+    Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
+    micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
+    tokens and their number. Under context parallelism, too, it is the sum over tokens that is reported, because a rank
+    sees only a part of each sequence; what is minimized without that flag are the means of the parts, as in
+    Megatron-LM. Nothing is read back from the device.
+    """
+    totals = torch.zeros(2, dtype=torch.float32, device=run.device)
+    users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
+    feed = MicrobatchFeed(batches, run.device, users)
+    forward_step = _make_forward_step(run, feed, num_microbatches, totals)
+    # Gradients accumulate locally; only the last backward pass of each chunk starts their reduction.
+    for chunk in run.chunks:
+        chunk.require_sync = False
+    layer_spec(run.config.model).start_step()
+    if run.config.model.has_experts and not forward_only:
+        start_step(run, num_microbatches)
+
+    def before_last_backward(chunk: int) -> None:
+        run.chunks[chunk].require_sync = True
+
+    run_schedule(
+        forward_step,
+        len(run.chunks),
+        num_microbatches,
+        pp=run.ps.pp,
+        tensor_shape=activation_shape(run),
+        dtype=run.config.model.params_dtype,
+        device=run.device,
+        forward_only=forward_only,
+        before_last_backward=None if forward_only else before_last_backward,
+        group_size=run.config.parallel.microbatch_group_size_per_vp_stage,
+    )
+    return totals
+
+
+def start_step(run: Run, num_microbatches: int) -> None:
+    """Auxiliary losses are means over micro batches and replicas, as the loss is; ranks of CP have shares of them."""
+    per_token = run.config.training.calculate_per_token_loss
+    scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
+    for router in routers(run.chunks):
+        router.start_step(scale, per_token)
+
+
+def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
+    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After the reductions."""
+    if not run.config.model.has_experts:
+        return None
+    of_rank = routers(run.chunks)
+    finish_step(of_rank)
+    return measurements(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
+
+
+def activation_shape(run: Run) -> tuple[int, int, int]:
+    """[s/cp, b, h] between stages, [s/(cp tp), b, h] under sequence parallelism."""
+    sequence = run.config.data.seq_length // run.ps.cp.size
+    if run.config.parallel.sequence_parallel:
+        sequence //= run.ps.tp.size
+    return sequence, run.config.training.micro_batch_size, run.config.model.hidden_size
+
+
+def _make_forward_step(
+    run: Run, feed: MicrobatchFeed, num_microbatches: int, totals: Tensor
+) -> Callable[[int, int, Tensor | None], Tensor]:
+    per_token = run.config.training.calculate_per_token_loss
+    means = not per_token and run.ps.cp.size == 1
+    loss_scale = run.optimizer.loss_scale
+
+    def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
+        with run.timers("batch-generator", level=2):
+            batch = feed(chunk, microbatch)
+        with run.timers("forward-compute", level=2):
+            output = run.forward_step(run.chunks[chunk], batch, activation)
+        if not isinstance(output, Loss):
+            return output
+        total, num_tokens = output
+        mean = total / num_tokens.clamp(min=1)
+        reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
+        totals.add_(torch.stack(reported).detach())
+        # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
+        if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
+            return total * loss_scale
+        return mean * (loss_scale / num_microbatches)
+
+    return forward_step
+
+
+def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
+    """Mean loss over --eval-iters global batches; the same on every rank. Collective.
+
+    Dropout is off, and no random number is drawn, so training is not disturbed.
+    """
+    for chunk in run.chunks:
+        chunk.eval()
+    num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
+    totals = torch.zeros(2, device=run.device)
+    with run.timers("evaluate"):
+        for _ in range(run.config.training.eval_iters):
+            totals += forward_backward(run, batches, num_microbatches, forward_only=True)
+    for chunk in run.chunks:
+        chunk.train()
+    return reduce_losses([totals], run.ps)[0]

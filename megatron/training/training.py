@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.models import chunk_places
-from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler, StepResult
-from megatron.core.parallel_state import ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.durable_files import write_json
+from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.optimizer import StepResult
 from megatron.training.checkpoint.checkpointing import (
     check_hf_target,
     common_state,
@@ -33,24 +35,33 @@ from megatron.training.checkpoint.resume import adopt_end_of_document, find_star
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
-from megatron.training.data.samplers import Batch
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import ExitSignals, NanCheck, NotFiniteError, SaveAndExitPolicy, is_multiple
-from megatron.training.forward_backward import evaluate, forward_backward, measure_experts, report_evaluation
-from megatron.training.launch import (
-    check_compiler,
-    compile_layers,
-    environment_rank,
-    initialize,
-    lost_ranks_explained,
-    seed_everything,
+from megatron.training.exit import NanCheck, NotFiniteError, SaveAndExitPolicy, exit_signals, is_multiple
+from megatron.training.launch import environment_rank, initialize, lost_ranks_explained
+from megatron.training.planning.run_plan import plan_run
+from megatron.training.planning.summary import arguments, as_lines, device_name, layout_name, summarize
+from megatron.training.reporting.logging import (
+    Iteration,
+    OnDevice,
+    TrainingLog,
+    Writer,
+    configure_logging,
+    log_line,
+    make_writers,
+    report_line,
 )
-from megatron.training.planning.costs import model_flops_per_token
-from megatron.training.reporting import console
-from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, Writer, log_line
-from megatron.training.reporting.measurements import StepProfiler, Timers, memory, memory_line, params_norm
-from megatron.training.reporting.summary import reporting
-from megatron.training.run import DatasetsProvider, ForwardStep, Run
+from megatron.training.reporting.measurements import StepProfiler, memory, memory_line, params_norm
+from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, goodput, plain, read_record
+from megatron.training.run import (
+    Batch,
+    DatasetsProvider,
+    ForwardStep,
+    Run,
+    build_run,
+    evaluate,
+    forward_backward,
+    measure_experts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +82,7 @@ def pretrain(
     """
     # Initialize. What can fail on one rank alone fails before the ranks meet: otherwise the others would wait for it.
     started = clock()
-    console.configure_logging(environment_rank(), config.logging.log_format)
+    configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
     generation = take_save_directory(config)
@@ -108,62 +119,6 @@ def pretrain(
     return run
 
 
-def build_run(
-    config: Config,
-    ps: ParallelState,
-    device: torch.device,
-    model_provider: ModelProvider,
-    forward_step: ForwardStep,
-) -> Run:
-    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
-    vocab_size = config.model.vocab_size
-    assert vocab_size is not None
-    # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
-    rng = TensorParallelRng(0, ps.tp.rank, device)
-    seed_everything(config.training.seed, ps, rng)
-    tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
-    layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
-    chunks = build_chunks(config, ps, rng, model_provider)
-    optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
-    return Run(
-        config=config,
-        ps=ps,
-        device=device,
-        chunks=chunks,
-        optimizer=optimizer,
-        scheduler=OptimizerParamScheduler(
-            optimizer.param_groups,
-            config.schedule(),
-            override=config.scheduler.override_opt_param_scheduler,
-            use_checkpoint=config.scheduler.use_checkpoint_opt_param_scheduler,
-        ),
-        batches=config.batch_schedule(ps.dp.size),
-        forward_step=forward_step,
-        rng=rng,
-        saver=CheckpointSaver(config.checkpoint),
-        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
-        vocab_size=vocab_size,
-        flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
-    )
-
-
-def build_chunks(
-    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
-) -> list[DistributedDataParallel]:
-    """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
-    if config.distributed.compile:
-        check_compiler(rng.device)
-    chunks = []
-    for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
-        chunk = model_provider(config, place)
-        chunk.initialize(config.training.seed)
-        # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
-        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
-        if config.distributed.compile:
-            compile_layers(chunks[-1])
-    return chunks
-
-
 def train(run: Run, data: Data) -> None:
     """Iterate until the run is complete or there is a reason to end it early; log, evaluate and save on the way."""
     config, training = run.config, run.config.training
@@ -171,7 +126,7 @@ def train(run: Run, data: Data) -> None:
     nan_check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
     first, leave = run.state.iteration + 1, None
     with (
-        ExitSignals().installed(training.exit_signal_handler) as signals,
+        exit_signals(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
@@ -312,10 +267,10 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
     }
-    console.report(log_line(interval, run.train_iters), event="interval", **fields)
+    report_line(log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
-        console.report(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
+        report_line(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
     for writer in run.writers:
         writer.interval(interval)
         if config.log_memory_to_tensorboard:
@@ -335,12 +290,21 @@ def report_saves(run: Run) -> None:
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:
     """The loss of one split, where there is data for it and --eval-iters asks for it."""
-    if run.config.training.eval_iters and split.exists:
-        loss = evaluate(run, split.batches)
-        report_evaluation(run, name, loss)
-        if name == "validation":
-            run.validated = (run.state.iteration, loss)
-            run.state.consumed_valid_samples += run.config.training.eval_iters * run.eval_batch_size
+    config, iteration = run.config, run.state.iteration
+    if not (config.training.eval_iters and split.exists):
+        return
+    loss = evaluate(run, split.batches)
+    perplexity = math.exp(min(20.0, loss))
+    line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+    report_line(line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity)
+    values = {f"lm loss {name}": loss}
+    if config.logging.log_validation_ppl_to_tensorboard:
+        values[f"lm loss {name} ppl"] = perplexity
+    for writer in run.writers:
+        writer.scalars(values, iteration, run.state.consumed_train_samples)
+    if name == "validation":
+        run.validated = (iteration, loss)
+        run.state.consumed_valid_samples += config.training.eval_iters * run.eval_batch_size
 
 
 def evaluate_at_the_end(run: Run, data: Data) -> None:
@@ -348,3 +312,82 @@ def evaluate_at_the_end(run: Run, data: Data) -> None:
     if run.validated is None or run.validated[0] != run.state.iteration:
         evaluate_split(run, data.valid, "validation")
     evaluate_split(run, data.test, "test")
+
+
+@contextmanager
+def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
+    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how the run ended."""
+    if run.ps.rank > 0:
+        yield
+        return
+    config, flags = run.config, run.config.flags()
+    start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
+    world_size = run.ps.world_size
+    plan = plan_run(config, world_size, model_provider, run.device.type)
+    topics = summarize(config, world_size, plan, f"{device_name(run.device)} on every rank", start)
+    report_line(as_lines(topics), event="start", **topics)
+    if config.logging.print_args:
+        report_line(arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()})
+    # Records and logs are appended to line by line, which object storage cannot: they need a directory of their own.
+    save = config.checkpoint.save
+    directory = None if save is None or isinstance(path_of(save), ObjectPath) else save
+    run.writers = [*writers, *make_writers(config.logging, directory, flags)]
+    record = None if directory is None else RunRecord(directory)
+    if record is not None:
+        run.writers.append(record)
+        _record_start(run, record, topics)
+    ended: dict[str, Any] = {"reason": "stopped", "failed": True}
+    try:
+        yield
+        ended = {"reason": run.exit_reason or "complete", "failed": False}
+    except BaseException as error:
+        ended["reason"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if record is not None:
+            record.write("end", iteration=run.state.iteration, **ended)
+            if config.logging.goodput and directory is not None:
+                _report_goodput(run, Path(directory))
+        for writer in run.writers:
+            writer.close()
+
+
+def _report_goodput(run: Run, save: Path) -> None:
+    """Where the time of all starts went (--goodput)."""
+    try:
+        spent = goodput(read_record(save))
+    except (OSError, ValueError, LookupError) as error:  # the record is for people: a gap in it must not fail a run
+        logger.warning(f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})")
+        return
+    total = sum(spent.values()) or 1.0
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
+    line = f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
+    report_line(f" > {line}", event="goodput", seconds=spent)
+    for writer in run.writers:
+        points = {f"goodput/{name.replace(' ', '-')}": seconds for name, seconds in spent.items()}
+        writer.scalars(points, run.state.iteration)
+
+
+def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
+    config, now = run.config, time.time()
+    assert config.checkpoint.save is not None
+    start = {
+        "command": sys.argv,
+        "began": round(now - (run.clock() - run.started), 3),  # of the program
+        "iteration": run.state.iteration,
+        "consumed_samples": run.state.consumed_train_samples,
+        "loaded": run.loaded,
+        "loading": round(run.loading_seconds, 3),
+        "train_iters": run.train_iters,
+        "world_size": run.ps.world_size,
+        "layout": layout_name(config, run.ps.world_size),
+        "summary": topics,
+    }
+    record.write("start", **start)
+    save = Path(config.checkpoint.save)
+    try:
+        write_json(save / RUN_FILE, plain({**start, "arguments": config.flags()}))
+        for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
+            left.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning(f"{RUN_FILE} could not be written: {error}")

@@ -13,7 +13,8 @@ import torch
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import initialize
-from megatron.training.training import build_run, train_step
+from megatron.training.run import build_run
+from megatron.training.training import train_step
 from tests.live_tensors import LiveTensors
 from tests.training_harness import COMMON, LLAMA, datasets_provider, forward_step, model_provider, parse_args, train
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config.run_config import parse_args
-from megatron.training.training import build_chunks
+from megatron.training.run import build_chunks
 from pretrain_gpt import model_provider
 from tests.compare import assert_same
 from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, whole

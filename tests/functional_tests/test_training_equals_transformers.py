@@ -11,7 +11,8 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import initialize
-from megatron.training.training import build_run, train
+from megatron.training.run import build_run
+from megatron.training.training import train
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.training_harness import COMMON, LAYOUTS, MODELS, Measurements
 

@@ -6,14 +6,14 @@ import pytest
 
 from benchmarks.run_all import COMMANDS, PAGE, replace_block
 from tests import ROOT
-from tools.options_table import page
+from tests.options_page import page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_table_of_options_is_current():
     text = (ROOT / "docs/megatron_lm_options.md").read_text(encoding="utf-8")
-    assert text == page(), "run: python tools/options_table.py > docs/megatron_lm_options.md"
+    assert text == page(), "run: python -m tests.options_page > docs/megatron_lm_options.md"
 
 
 def anchors(path):

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.args import (
+from megatron.conversion.deepspeed.files import (
     BLOCKS_MARK,
+    OPTIMIZER_STATE,
+    STATE_FILES,
+    STEP,
+    STYLES,
+    UniversalFiles,
     lost_state,
+    model_state_name,
     parts_without_place,
     read_args,
     read_training,
@@ -21,45 +27,42 @@ from megatron.conversion.deepspeed.args import (
     write_groups,
     write_scheduler,
 )
-from megatron.conversion.deepspeed.files import (
-    OPTIMIZER_STATE,
-    STATE_FILES,
-    STEP,
-    STYLES,
-    Style,
-    UniversalFiles,
-    model_state_name,
-)
-from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Options
+from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Hints, Options
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
     check_parameters,
     exported_config,
     model_config,
     model_parameters,
     model_tensors,
-    plain_args,
     resolved,
 )
-from megatron.conversion.model_space.pieces import make_empty_directory, run_jobs, write_archive
-from megatron.conversion.model_space.row_maps import as_is, pack_rows, qkv_blocks, unpack_rows
+from megatron.conversion.model_space.pieces import (
+    as_is,
+    make_empty_directory,
+    pack_rows,
+    qkv_blocks,
+    run_jobs,
+    unpack_rows,
+    write_archive,
+)
 from megatron.conversion.model_space.source import (
     ADAM,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
-    flag_name,
     full_precision_key,
     no_progress,
     optimizer_key,
     optimizer_states,
+    plain_args,
     split_key,
 )
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 _POSITIONS = "embedding.position_embeddings.weight"
 _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
@@ -68,36 +71,28 @@ _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 class UniversalSource:
     """Full-precision parameters, moments and run of a universal checkpoint.
 
-    The weights of a bf16 or fp16 run are its main parameters, cast. `args` (Megatron-LM's names) were given by the
-    user: they override the files and supply what these lack; `vocab_size` is the number of tokens to keep.
-    `qkv_layout`: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed since December
-    2024: per tensor-parallel rank all queries, all keys, all values); by default what the arguments imply.
+    The weights of a bf16 or fp16 run are its main parameters, cast. A `vocab_size` that is given is the number of
+    tokens to keep.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        args: Mapping[str, Any] | None = None,
-        qkv_layout: str | None = None,
-        optimizer: bool = True,
-    ) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        hints = hints or Hints()
         self._files = files = UniversalFiles(directory)
         self.description = files.description
-        given = dict(args or {})
         files.args = read_args(files.args, self.description) if files.args else {}
-        told = files.args | given
+        told = files.args | dict(hints.args)
         self.args: dict[str, Any] = _implied(files, told) | told
-        config = model_config(self.args, _vocabulary(files, given), self.description)
+        config = model_config(self.args, _vocabulary(files, hints.args), self.description)
         self.args |= resolved(config)
-        self.tensors = _tensors(files, config, optimizer)
-        blocks = self._blocks(qkv_layout, config)  # None: by query group, as the model has it
+        self.tensors = _tensors(files, config, hints.optimizer)
+        blocks = self._blocks(hints.qkv_layout, config)  # None: by query group, as the model has it
         heads = config.num_attention_heads, config.query_groups, config.head_dim
         self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
         )
-        if not optimizer:
+        if not hints.optimizer:
             self.training.param_groups = self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -218,7 +213,9 @@ def write_universal(
     """
     options = options or Options()
     writer = _UniversalWriter(source, options)
-    names = {key: writer.style.of(key, writer.config) for key in writer.parameters}
+    layers, tied = writer.config.num_layers, not writer.config.untie_embeddings_and_output_weights
+    names = {key: STYLES[writer.style].of(key, layers, tied) for key in writer.parameters}
+    lost = parts_without_place(writer.config)
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
@@ -232,7 +229,6 @@ def write_universal(
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
     fsync_tree(directory)
-    lost = parts_without_place(writer.config)
     lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
     return lost + (["random number state: it belongs to one layout"] if training.rng else [])
 
@@ -241,15 +237,6 @@ class _UniversalWriter:
     def __init__(self, source: Source, options: Options) -> None:
         self.source = source
         self.config = config = exported_config(source, options.vocab_size)
-        if config.multi_latent_attention:
-            raise ValueError(
-                f"{source.description} has --multi-latent-attention: universal checkpoints have no names for its parts"
-            )
-        if config.has_experts:
-            raise ValueError(
-                f"{source.description} has --num-experts {config.experts}: universal checkpoints have no names for the "
-                "experts of a layer. Write torch_dist, legacy or hf"
-            )
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
@@ -296,7 +283,7 @@ class _UniversalWriter:
         return {name: value for name, value in marks.items() if value is not None}
 
     def optimizer_state(self, training: TrainingState) -> dict[str, Any]:
-        counts = (2, 1) if self.style.name == "bigscience" else (1, 1)
+        counts = (2, 1) if self.style == "bigscience" else (1, 1)
         return {
             "clip_grad": self.source.args.get("clip_grad", 1.0),
             "group_paddings": [0] * sum(counts),
@@ -317,7 +304,7 @@ class _UniversalWriter:
             "frozen_param_shapes": None,
             "shared_params": {},
             "frozen_param_fragments": None,
-            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style.name == "bigscience"),
+            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style == "bigscience"),
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": training.iteration - int(self.step) if self.has_optimizer else 0,
@@ -338,7 +325,7 @@ class _UniversalWriter:
             "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
             "grad_scaler": training.grad_scaler,
         }
-        return state | ({"checkpoint_info": vocabulary} if self.style.name == "bigscience" else {})
+        return state | ({"checkpoint_info": vocabulary} if self.style == "bigscience" else {})
 
     def _param_shapes(self, names: Mapping[str, str]) -> list[OrderedDict[str, torch.Size]]:
         """By group: with weight decay (matrices), without (vectors)."""
@@ -359,7 +346,7 @@ class _UniversalWriter:
         }
 
 
-def _style(name: str | None, config: TransformerConfig) -> Style:
+def _style(name: str | None, config: TransformerConfig) -> str:
     """BigScience's fork trains ALiBi and a normalized embedding, Megatron-DeepSpeed neither."""
     like_bloom = config.position_embedding_type == "alibi" or config.embedding_layernorm
     name = name or ("bigscience" if like_bloom else "pipeline")
@@ -367,7 +354,7 @@ def _style(name: str | None, config: TransformerConfig) -> Style:
         raise ValueError(f"--universal-style {name!r}: give one of {', '.join(STYLES)}")
     if like_bloom and name != "bigscience":
         raise ValueError(f"--universal-style {name}: Megatron-DeepSpeed has no ALiBi and no normalized embedding")
-    return STYLES[name]
+    return name
 
 
 def _save(path: Path, value: Any) -> None:

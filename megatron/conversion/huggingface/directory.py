@@ -10,42 +10,42 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.formats import Options
-from megatron.conversion.huggingface.families import choose_family, family_of
-from megatron.conversion.huggingface.parameters import StoredParameter
+from megatron.conversion.formats import Hints, Options
+from megatron.conversion.huggingface.families import Family, choose_family, family_of
 from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
 from megatron.conversion.huggingface.weight_files import (
     Outgoing,
-    SafetensorsFile,
+    Stored,
+    StoredParameter,
     dequantized,
+    open_safetensors,
     open_weights,
     scaled_blocks,
+    stored_parameters,
     write_weight_files,
 )
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
     check_optimizer_complete,
     check_parameters,
     exported_config,
     is_trained,
     model_config,
     model_tensors,
-    plain_args,
     resolved,
 )
-from megatron.conversion.model_space.pieces import bits, make_empty_directory
-from megatron.conversion.model_space.row_maps import as_is, unpack_rows
+from megatron.conversion.model_space.pieces import as_is, make_empty_directory, same_bits, unpack_rows
 from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
     TRAINING_STATE,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
@@ -55,6 +55,8 @@ from megatron.conversion.model_space.source import (
     no_progress,
     optimizer_key,
     optimizer_states,
+    plain_args,
+    read_whole,
     split_key,
 )
 from megatron.core.dist_checkpointing.format import schema
@@ -69,53 +71,46 @@ _TUPLES = ("window_size", "betas")  # JSON has lists only
 _SCHEMA = schema.record({"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
 
 
-@dataclasses.dataclass
-class Sidecar:
-    directory: Path
+class Sidecar(NamedTuple):
     args: dict[str, Any]
     training: TrainingState
-    tensors: dict[str, TensorInfo]
-    _files: dict[str, SafetensorsFile]
-
-    @classmethod
-    def open(cls, model_directory: Path) -> Sidecar | None:
-        """The sidecar of a model, if it has one; raises ValueError where it is incomplete."""
-        directory = model_directory / DIRECTORY
-        if not (directory / _STATE).exists():
-            return None
-        where = str(directory / _STATE)
-        state = _SCHEMA(schema.read_json(directory / _STATE), where)
-        paths = [schema.named_file(directory, name, where) for name in state["files"]]
-        missing = [path.name for path in paths if not path.exists()]
-        if missing:
-            raise ValueError(
-                f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out (--no-optim)"
-            )
-        files = {name: file for file in map(SafetensorsFile, paths) for name in file.tensors}
-        training = TrainingState(**state["training"])
-        training.param_groups = training.param_groups and [_with_tuples(group) for group in training.param_groups]
-        tensors = {name: file.tensors[name] for name, file in files.items()}
-        return cls(directory, _with_tuples(state["args"]), training, tensors, files)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._files[key].read(key, offset, shape)
+    tensors: dict[str, Stored]
 
 
-def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> dict[str, tuple[str, TensorInfo]]:
-    """Sidecar key -> (key to read, how to store it), for the model's parameters.
+def open_sidecar(directory: Path) -> Sidecar | None:
+    """The sidecar in `directory`, if there is one; raises ValueError where it is incomplete."""
+    if not (directory / _STATE).exists():
+        return None
+    where = str(directory / _STATE)
+    state = _SCHEMA(schema.read_json(directory / _STATE), where)
+    paths = [schema.named_file(directory, name, where) for name in state["files"]]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out (--no-optim)"
+        )
+    training = TrainingState(**state["training"])
+    training.param_groups = training.param_groups and [_with_tuples(group) for group in training.param_groups]
+    tensors = {name: stored for path in paths for name, stored in open_safetensors(path).items()}
+    return Sidecar(_with_tuples(state["args"]), training, tensors)
+
+
+def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Outgoing]:
+    """The optimizer state of the model's parameters, under their keys.
 
     Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
     the exported weights may be rounded.
     """
     states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
-    tensors = {}
+    tensors = []
     for parameter, shape in parameters.items():
         for state in states if is_trained(parameter) else ():
             key = optimizer_key(state, parameter)
             read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
                 raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
-            tensors[key] = (read, TensorInfo(shape, torch.float32))
+            part = StoredParameter(key, (), shape, (key,), as_is(shape[0]))
+            tensors.append(Outgoing(source, read, part, torch.float32))
     return tensors
 
 
@@ -139,26 +134,19 @@ _NOT_THIS_MODELS = "is not this model's: leave it out (--no-optim) or remove it"
 class HuggingFaceSource:
     """Weights of a model of transformers; with the sidecar of an earlier export, the optimizer and the run too.
 
-    `args` (Megatron-LM's names) were given by the user: they override config.json and supply what it lacks.
-    `ignored_fields` are fields of config.json that the user knows to be harmless. Raises ValueError for a model that is
-    not supported, or files that do not fit together.
+    Raises ValueError for a model that is not supported, or files that do not fit together.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        args: Mapping[str, Any] | None = None,
-        ignored_fields: Collection[str] = (),
-        use_sidecar: bool = True,
-    ) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        hints = hints or Hints()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        given = dict(args or {})
+        given = hints.args
         hf = schema.read_json(directory / "config.json")
         try:
             family = family_of(hf)
-            self.args = family.read_config(hf, given, (*ignored_fields, _QUANTIZATION))
-            quantization = None if _QUANTIZATION in ignored_fields else hf.get(_QUANTIZATION)
+            self.args = family.read_config(hf, given, (*hints.ignored_fields, _QUANTIZATION))
+            quantization = None if _QUANTIZATION in hints.ignored_fields else hf.get(_QUANTIZATION)
             block = None if quantization is None else scaled_blocks(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
@@ -169,9 +157,9 @@ class HuggingFaceSource:
         # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
         self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
-        self._biases_off = [name for name in family.optional_biases if not hf.get(name)]
+        self._biases_off = [name for rule in family.rules for name in rule.biases if not hf.get(name)]
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)  # of a tensor: one, or one per expert
-        for part in family.places(config, lambda name: self._stored(name) in self._files):
+        for part in _places(family, config, lambda name: self._name(name) in self._files):
             if self._holds(part):
                 self._check_shapes(part)
                 self._parts[part.key].append(part)
@@ -181,14 +169,14 @@ class HuggingFaceSource:
             for key, shape in model_tensors(config).items()
         }
         self._check_tied(config)
-        used = {self._stored(name) for parts in self._parts.values() for part in parts for name in part.names}
+        used = {self._name(name) for parts in self._parts.values() for part in parts for name in part.names}
         self.unused = sorted(set(self._files) - used)
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json is silent
             self.args |= {"bf16": default == torch.bfloat16, "fp16": default == torch.float16}
         # What the user gave is written last: it overrides everything that the files say.
         self.args |= resolved(config) | {"hf_model_type": family.model_type}
-        self.args |= tokenizer_arguments(directory, hf) | given
-        self._sidecar = Sidecar.open(directory) if use_sidecar else None
+        self.args |= tokenizer_arguments(directory, hf) | dict(given)
+        self._sidecar = open_sidecar(directory / DIRECTORY) if hints.optimizer else None
         self.training: TrainingState | None = None
         if self._sidecar is not None:
             self._add_sidecar(self._sidecar, config, given)
@@ -197,10 +185,10 @@ class HuggingFaceSource:
         info = self.tensors[key]
         if self._sidecar is not None:
             if key in self._sidecar.tensors:
-                return self._read_optimizer(self._sidecar, key, offset, shape)
+                return self._read_optimizer(self._sidecar.tensors[key], key, offset, shape)
             # Weights exported in another dtype: those of the run are its main parameters, rounded to its own dtype.
             if key in self._parts and self._stored_dtype(key) != info.dtype:
-                return self._sidecar.read(optimizer_key("param", key), offset, shape).to(info.dtype)
+                return self._sidecar.tensors[optimizer_key("param", key)].read(offset, shape).to(info.dtype)
         return self._read_parameter(key, offset, shape)
 
     def _read_parameter(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -216,48 +204,48 @@ class HuggingFaceSource:
         lead = part.lead if part.packed is not None else ()
 
         def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
-            name = self._stored(part.names[source])
-            box = self._files[name].read(name, (*lead, *start), (*[1] * len(lead), *extent))
+            box = self._stored(part.names[source]).read((*lead, *start), (*[1] * len(lead), *extent))
             return box.view(extent)
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             return read_box(source, (first, *offset[1:]), (count, *shape[1:]))
 
         if part.transposed:  # its rows are columns of the file: these are read once, not once for every run
-            stored = read_box(0, (offset[1], 0), (shape[1], self._info(part.names[0]).shape[-1])).t()
+            stored = read_box(0, (offset[1], 0), (shape[1], self._stored(part.names[0]).shape[-1])).t()
             return unpack_rows(
                 part.row_map, offset[0], offset[0] + shape[0], lambda _, first, count: stored[first : first + count]
             ).contiguous()
         return unpack_rows(part.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
 
-    def _read_optimizer(self, sidecar: Sidecar, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+    def _read_optimizer(self, stored: Stored, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Main parameters must still be those of the weights, to the bit: else the moments belong to another model."""
-        value = sidecar.read(key, offset, shape)
+        value = stored.read(offset, shape)
         parameter, state = split_key(key)
         if state == "param" and parameter in self._parts:
             weight = self._read_parameter(parameter, offset, shape)
-            if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
+            if not same_bits(value.to(weight.dtype), weight):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the optimizer state in "
-                    f"{sidecar.directory} {_NOT_THIS_MODELS}"
+                    f"{self._directory / DIRECTORY} {_NOT_THIS_MODELS}"
                 )
         return value
 
-    def _stored(self, name: str) -> str:
+    def _name(self, name: str) -> str:
         """A row's name as it is in the files: those of the base model alone have no prefix."""
         return name.removeprefix(self._prefix)
 
-    def _info(self, name: str) -> TensorInfo:
-        stored = self._stored(name)
-        return self._files[stored].tensors[stored]
+    def _stored(self, name: str) -> Stored:
+        return self._files[self._name(name)]
 
     def _stored_dtype(self, key: str) -> torch.dtype:
         """Promoted, should q, k and v differ."""
-        return reduce(torch.promote_types, {self._info(name).dtype for part in self._parts[key] for name in part.names})
+        return reduce(
+            torch.promote_types, {self._stored(name).dtype for part in self._parts[key] for name in part.names}
+        )
 
     def _holds(self, part: StoredParameter) -> bool:
         """False for a bias that config.json says is absent: it is zero. Raises ValueError for a missing tensor."""
-        missing = [name for name in map(self._stored, part.names) if name not in self._files]
+        missing = [name for name in map(self._name, part.names) if name not in self._files]
         flag = "attention_bias" if ".self_attention." in part.key else "mlp_bias"
         is_off = part.key.endswith(".bias") and flag in self._biases_off
         if missing and not (is_off and len(missing) == len(part.names)):
@@ -266,15 +254,15 @@ class HuggingFaceSource:
 
     def _check_shapes(self, part: StoredParameter) -> None:
         for name, wanted in zip(part.names, part.stored_shapes(), strict=True):
-            found = self._info(name)
+            found = self._stored(name)
             if not found.dtype.is_floating_point or found.dtype.itemsize == 1:
                 raise ValueError(
-                    f"{self._directory}: {self._stored(name)} has dtype {found.dtype}: weights must be floating point, "
+                    f"{self._directory}: {self._name(name)} has dtype {found.dtype}: weights must be floating point, "
                     "of 16 bits or more unless quantization_config says where their scales are"
                 )
             if found.shape != wanted:
                 raise ValueError(
-                    f"{self._directory}: {self._stored(name)} has shape {list(found.shape)}, but config.json makes it "
+                    f"{self._directory}: {self._name(name)} has shape {list(found.shape)}, but config.json makes it "
                     f"{list(wanted)}: config.json and weights are of different models"
                 )
 
@@ -283,7 +271,7 @@ class HuggingFaceSource:
         name = "lm_head.weight"
         if config.untie_embeddings_and_output_weights or name not in self._files:
             return
-        head = self._files[name].read(name, (0, 0), self._files[name].tensors[name].shape)
+        head = self._files[name].read((0, 0), self._files[name].shape)
         if not torch.equal(head, self._read_parameter(WORD_EMBEDDINGS, (0, 0), self.tensors[WORD_EMBEDDINGS].shape)):
             raise ValueError(
                 f"{self._directory}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
@@ -291,25 +279,24 @@ class HuggingFaceSource:
             )
 
     def _add_sidecar(self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]) -> None:
-        assert config.vocab_size is not None
-        run = model_config(sidecar.args, config.vocab_size, str(sidecar.directory))
+        where = self._directory / DIRECTORY
+        run = model_config(sidecar.args, self.args["vocab_size"], str(where))
         wanted, found = model_signature(run), model_signature(config)
         differing = [f"{name} ({wanted[name]} -> {found[name]})" for name in wanted if wanted[name] != found[name]]
         if differing:
             raise ValueError(
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "
-                f"optimizer state in {sidecar.directory} {_NOT_THIS_MODELS}"
+                f"optimizer state in {where} {_NOT_THIS_MODELS}"
             )
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
         for key, info in self.tensors.items():
             self.tensors[key] = TensorInfo(info.shape, run.params_dtype if is_trained(key) else info.dtype)
-        for key in sidecar.tensors:
-            parameter, state = split_key(key)
-            if state is None or parameter not in self.tensors:
-                raise ValueError(f"{sidecar.directory}: {key} is no optimizer state of this model")
-        self.tensors |= sidecar.tensors
-        check_optimizer_complete(self.tensors, str(sidecar.directory))
+        strange = [key for key in sidecar.tensors if split_key(key)[1] is None or split_key(key)[0] not in self.tensors]
+        if strange:
+            raise ValueError(f"{where}: {strange[0]} is no optimizer state of this model")
+        self.tensors |= {key: TensorInfo(stored.shape, stored.dtype) for key, stored in sidecar.tensors.items()}
+        check_optimizer_complete(self.tensors, str(where))
 
 
 def write_huggingface(
@@ -323,25 +310,22 @@ def write_huggingface(
     options = options or Options()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
-    places = family.places(config)
+    places = _places(family, config, lambda name: False)
     _check_complete(source, config, places)
-    optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else {}
+    optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else []
 
     make_empty_directory(directory)
     limits = (options.max_shard_size, options.workers, progress)
     # Weights come from the fp32 main parameters where there are some, and are cast only once.
-    keys = [full_precision_key(place.key, source.tensors) for place in places]
-    dtypes = [config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype for place in places]
-    weights = [_outgoing(source, *what) for what in zip(keys, places, dtypes, strict=True)]
+    weights = []
+    for place in places:
+        dtype = config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype
+        weights.append(Outgoing(source, full_precision_key(place.key, source.tensors), place, dtype))
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
-        states = [
-            _outgoing(source, read, StoredParameter(key, (), info.shape, (key,), as_is(info.shape[0])), info.dtype)
-            for key, (read, info) in optimizer.items()
-        ]
         folder = directory / DIRECTORY
         folder.mkdir()
-        write_state(folder, source, write_weight_files(folder, "optimizer", states, *limits))
+        write_state(folder, source, write_weight_files(folder, "optimizer", optimizer, *limits))
     tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
@@ -366,25 +350,17 @@ def _check_complete(source: Source, config: TransformerConfig, places: list[Stor
     shapes = model_tensors(config)
     placed = {place.key for place in places}
     check_parameters(source.tensors, shapes, source.description, config.vocab_size)
-    for key, shape in shapes.items():
-        if key not in placed and torch.count_nonzero(source.read(key, (0,) * len(shape), shape)):
+    for key in shapes:
+        if key not in placed and torch.count_nonzero(read_whole(source, key)):
             raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
     extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
     if extra:
         raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
 
 
-def _outgoing(source: Source, key: str, part: StoredParameter, dtype: torch.dtype) -> Outgoing:
-    """`part`, read from the tensor `key`."""
-    lead, rest = part.lead, part.shape[1:]
-
-    def read(first: int, count: int) -> torch.Tensor:
-        box = source.read(key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
-        return box.view(count, *rest).to(dtype)
-
-    infos = [TensorInfo(shape, dtype) for shape in part.stored_shapes()]
-    place = lead[0] if part.packed is not None else None
-    return Outgoing(part.names, infos, part.row_map, read, part.transposed, place)
+def _places(family: Family, config: TransformerConfig, has: Callable[[str], bool]) -> list[StoredParameter]:
+    """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+    return stored_parameters(model_tensors(config), family.rows, family.layers, config, has)
 
 
 def _not_carried(source: Source, sidecar: bool) -> list[str]:

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.conversion.huggingface import parameters as rows
-from megatron.conversion.huggingface.attention_rules import (
-    FULL_ATTENTION,
-    NO_GROUPS,
-    QUERY_RANK,
-    QUERY_SCALAR,
-    QWEN_WINDOW,
-    TWO_ROPES,
-    alternating_windows,
-    heads,
-    rope,
-    sliding_window,
-    softcap,
-)
-from megatron.conversion.huggingface.config_json import Json, Rule, read_config, write_config
-from megatron.conversion.huggingface.config_rules import (
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.huggingface.rules import (
     AUXILIARY_LOSS,
     COMMON_RULES,
     DEEPSEEK_V2_EXPERTS,
     DEEPSEEK_V3_EXPERTS,
     EXPERT_LAYERS,
+    FULL_ATTENTION,
     GELU,
+    NO_GROUPS,
+    QUERY_SCALAR,
+    QWEN_WINDOW,
+    TWO_ROPES,
+    Json,
+    Rule,
+    alternating_windows,
     always,
     biases,
     copied,
     feed_forward,
     fixed,
+    heads,
     implied,
+    nullable,
     opposite,
+    rope,
+    sliding_window,
 )
-from megatron.conversion.huggingface.parameters import Row, StoredParameter, stored_parameters
-from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, text
-from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
+from megatron.conversion.model_space.source import MODEL_ARGUMENTS
+from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, shown, text
+from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY, TransformerConfig, model_signature
+
+# Fields that describe files, tokens, generation or speed; none of them changes the logits.
+HARMLESS = """
+    _name_or_path name_or_path _commit_hash architectures model_type transformers_version use_cache return_dict
+    output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing is_decoder
+    attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    experts_implementation output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
+    pretraining_tp summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class Family:
     architecture: str  # the class with the language model head
     rows: Mapping[str, Row]
     rules: tuple[Rule, ...]
-    harmless: tuple[str, ...] = ()  # fields of this family that change nothing
+    harmless: str = ""  # fields of this family that change nothing
     layers: str = "model.layers."  # the names of layers begin with it
     whole_heads: bool = False  # transformers insists that heads divide hidden_size, whatever head_dim is
 
@@ -63,15 +75,31 @@ class Family:
         return self.layers.partition(".")[0] + "."
 
     def read_config(self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
-        return read_config(hf, COMMON_RULES + self.rules, (*self.harmless, *ignored), args)
+        """Arguments of the model in `hf`; `args` were given by the user and win.
+
+        Raises ValueError for a field that is not known, missing or of an unsupported value.
+        """
+        # A field that nobody reads may still change the model, so all must be known before any is used.
+        rules = COMMON_RULES + self.rules
+        checks = {field: check for rule in rules for field, check in rule.fields.items()}
+        known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
+        unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
+        if unknown:
+            listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
+            raise ValueError(
+                f"config.json has fields that are not supported and may change what the model computes: {listed}. "
+                f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"
+            )
+        typed = {name: MODEL_ARGUMENTS[check] if isinstance(check, str) else check for name, check in checks.items()}
+        record({f"{name}?": optional(check) for name, check in typed.items()})(hf, "config.json")
+        result = dict(args)
+        for rule in rules:
+            result = {**rule.read(hf, result), **result}
+        return result
 
     def write_config(self, config: TransformerConfig) -> Json:
-        head = {"architectures": [self.architecture], "model_type": self.model_type}
-        return head | write_config(config, COMMON_RULES + self.rules)
-
-    @property
-    def optional_biases(self) -> list[str]:
-        return [field for rule in self.rules for field in rule.biases]
+        fields = {name: value for rule in COMMON_RULES + self.rules for name, value in rule.write(config).items()}
+        return {"architectures": [self.architecture], "model_type": self.model_type} | fields
 
     def obstacles(self, config: TransformerConfig) -> list[str]:
         """What of the model this family cannot express: config.json is written, read back and compared."""
@@ -80,7 +108,7 @@ class Family:
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
         args = usual | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
         try:
-            got = model_signature(model_config(args, args["vocab_size"], self.model_type))
+            got = model_signature(TransformerConfig(**(args | COMPUTED_LOCALLY)))
         except ValueError as error:  # what the family implies does not go with this model
             differing = [f"{name} = {wanted[name]}" for name in wanted if args.get(name, wanted[name]) != wanted[name]]
             return [*str(error).splitlines(), *differing]
@@ -88,14 +116,8 @@ class Family:
             got["num_attention_heads"] = None
         return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
 
-    def places(
-        self, config: TransformerConfig, has: Callable[[str], bool] = lambda name: False
-    ) -> list[StoredParameter]:
-        """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
-        return stored_parameters(model_tensors(config), self.rows, self.layers, config, has)
 
-
-_NO_BIAS = implied(add_bias_linear=False, add_qkv_bias=False)
+_NO_BIAS = implied(add_bias_linear=False)
 _SIZE_RULES: tuple[Rule, ...] = (
     copied("num_layers", "num_hidden_layers"),
     copied("hidden_size", "hidden_size"),
@@ -121,20 +143,11 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     rows.LLAMA_ROWS,
-    (
-        *_LLAMA_RULES,
-        heads(None),
-        biases("attention_bias", "mlp_bias"),
-        FULL_ATTENTION,
-        implied(qk_layernorm=False),
-    ),
+    (*_LLAMA_RULES, heads(None), biases("attention_bias", "mlp_bias"), FULL_ATTENTION),
     whole_heads=True,
 )
 MISTRAL = Family(
-    "mistral",
-    "MistralForCausalLM",
-    rows.LLAMA_ROWS,
-    (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096), implied(qk_layernorm=False)),
+    "mistral", "MistralForCausalLM", rows.LLAMA_ROWS, (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096))
 )
 PHI3 = Family(
     "phi3",
@@ -148,9 +161,8 @@ PHI3 = Family(
         heads(None, always=False),
         _NO_BIAS,
         sliding_window(None),
-        implied(qk_layernorm=False),
     ),
-    ("original_max_position_embeddings",),  # of a scaled rope
+    "original_max_position_embeddings",  # of a scaled rope
 )
 QWEN2 = Family(
     "qwen2",
@@ -159,7 +171,7 @@ QWEN2 = Family(
     (
         *_LLAMA_RULES,
         heads(32, always=False),
-        implied(add_bias_linear=False, add_qkv_bias=True, qk_layernorm=False),
+        implied(add_bias_linear=False, add_qkv_bias=True),
         QWEN_WINDOW,
         fixed("use_mrope", False),
     ),
@@ -168,13 +180,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     rows.QWEN3_ROWS,
-    (
-        *_LLAMA_RULES,
-        heads(32, 128),
-        biases("attention_bias"),
-        QWEN_WINDOW,
-        implied(qk_layernorm=True),
-    ),
+    (*_LLAMA_RULES, heads(32, 128), biases("attention_bias"), QWEN_WINDOW, implied(qk_layernorm=True)),
 )
 _OLMO_RULES = (
     *_GATED_RMS_RULES,
@@ -183,15 +189,10 @@ _OLMO_RULES = (
     implied(hidden_dropout=0.0),
     heads(None, always=False),
     _NO_BIAS,
-    fixed("attention_bias", False, written=True),
-    implied(qk_layernorm=True, qk_layernorm_across_heads=True, window_size=None),
+    *always(attention_bias=False),
+    implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
-OLMO2 = Family(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    rows.OLMO2_ROWS,
-    (*_OLMO_RULES, implied(norm_placement="post")),
-)
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", rows.OLMO2_ROWS, (*_OLMO_RULES, implied(norm_placement="post")))
 _GEMMA_RULES = (
     *_SIZE_RULES,
     copied("norm_epsilon", "rms_norm_eps", default=1e-6),
@@ -203,7 +204,7 @@ _GEMMA_RULES = (
     QUERY_SCALAR,
     implied(geglu=True, norm_placement="both", apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
 )
-_OF_GEMMA = ("cache_implementation", "hidden_act")
+_OF_GEMMA = "cache_implementation hidden_act"
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -212,9 +213,8 @@ GEMMA2 = Family(
         *_GEMMA_RULES,
         rope(),
         alternating_windows(2),
-        softcap("attn_logit_softcapping", 50.0),
-        softcap("final_logit_softcapping", 30.0),
-        implied(qk_layernorm=False),
+        nullable("attn_logit_softcapping", 50.0),
+        nullable("final_logit_softcapping", 30.0),
     ),
     _OF_GEMMA,
     whole_heads=True,
@@ -227,10 +227,10 @@ GEMMA3 = Family(
         *_GEMMA_RULES,
         TWO_ROPES,
         alternating_windows(6),
-        softcap("final_logit_softcapping", None),
+        nullable("final_logit_softcapping", None),
         implied(qk_layernorm=True),
     ),
-    (*_OF_GEMMA, "attn_logit_softcapping"),  # which its attention does not read
+    f"{_OF_GEMMA} attn_logit_softcapping",  # which its attention does not read
     whole_heads=True,
 )
 _GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
@@ -259,7 +259,6 @@ MIXTRAL = Family(
         heads(8),
         _NO_BIAS,
         sliding_window(None),
-        implied(qk_layernorm=False),
         fixed("router_jitter_noise", 0.0),
     ),
 )
@@ -304,19 +303,19 @@ GPT_OSS = Family(
         fixed("hidden_act", "silu", "swish", written=True),
         fixed("attention_bias", True, written=True),
         implied(quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"),
-        implied(qk_layernorm=False, hidden_dropout=0.0),
+        implied(hidden_dropout=0.0),
     ),
-    ("experts_per_token", "initial_context_length"),  # others of the same meaning are read
+    "experts_per_token initial_context_length",  # others of the same meaning are read
 )
 _DEEPSEEK_RULES = (
     *_GATED_RMS_RULES,
     # The norms within attention have this epsilon whatever the field says.
     fixed("rms_norm_eps", 1e-6, written=True),
     implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
-    implied(qk_layernorm=True, window_size=None, moe_router_dtype="fp32"),
+    implied(qk_layernorm=True, moe_router_dtype="fp32"),
     rope(),
     NO_GROUPS,
-    QUERY_RANK,
+    nullable("q_lora_rank", 1536),
     copied("kv_lora_rank", "kv_lora_rank", default=512),
     copied("qk_head_dim", "qk_nope_head_dim", default=128),
     copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
@@ -324,10 +323,8 @@ _DEEPSEEK_RULES = (
     fixed("moe_layer_freq", 1),
 )
 # Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
-_OF_DEEPSEEK = (
-    *("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux"),
-    *("ep_size", "auto_map"),
-)
+_OF_DEEPSEEK = """
+    head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -337,7 +334,7 @@ DEEPSEEK_V2 = Family(
         copied("num_experts", "n_routed_experts", "num_local_experts", default=64),
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
         copied("moe_router_topk", "num_experts_per_tok"),
-        *DEEPSEEK_V2_EXPERTS,
+        DEEPSEEK_V2_EXPERTS,
         *always(attention_bias=False, mlp_bias=False, norm_topk_prob=False),
         fixed("scoring_func", "softmax"),
         implied(moe_router_score_function="softmax", moe_router_pre_softmax=True),
@@ -353,10 +350,9 @@ DEEPSEEK_V3 = Family(
         copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
         copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
         copied("moe_router_topk", "num_experts_per_tok", default=8),
-        *DEEPSEEK_V3_EXPERTS,
+        DEEPSEEK_V3_EXPERTS,
         *always(attention_bias=False, rope_interleave=True, norm_topk_prob=True),
         fixed("scoring_func", "sigmoid"),
-        fixed("topk_method", "noaux_tc"),
         implied(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
     ),
     _OF_DEEPSEEK,
@@ -381,13 +377,9 @@ GPT2 = Family(
         copied("attention_dropout", "attn_pdrop", default=0.1),
         copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.1, write_all=True),
         *always(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
-        implied(position_embedding_type="learned_absolute", embedding_layernorm=False),
+        implied(position_embedding_type="learned_absolute"),
     ),
     layers="transformer.h.",
-)
-_OF_BLOOM = (
-    *("slow_but_exact", "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion"),
-    *("bias_dropout_fusion", "skip_bias_add", "skip_bias_add_qkv"),
 )
 BLOOM = Family(
     "bloom",
@@ -404,7 +396,8 @@ BLOOM = Family(
         # Its GELU is the tanh approximation.
         implied(position_embedding_type="alibi", embedding_layernorm=True, bias_gelu_fusion=True),
     ),
-    _OF_BLOOM,
+    """slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion skip_bias_add
+    skip_bias_add_qkv""",
     layers="transformer.h.",
 )
 FAMILIES = (
@@ -419,9 +412,7 @@ _LACKING = {
     "olmo": "norms without weights",
 }
 
-_NAMES = record(
-    {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))},
-)
+_NAMES = record({"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))})
 
 
 def family_of(hf: Json) -> Family:

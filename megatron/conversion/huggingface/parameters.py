@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from megatron.conversion.model_space.row_maps import (
-    RowMap,
-    alternating,
-    as_is,
-    qkv_apart,
-    qkv_blocks,
-    stacked,
-    stored_rows,
-)
-from megatron.conversion.model_space.source import Shape
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
 
 
 @dataclass(frozen=True)
@@ -126,60 +111,3 @@ BLOOM_ROWS = {
     "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
     "output_layer.": Row(("lm_head.",)),
 }
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values are."""
-
-    key: str
-    lead: Shape  # the number of the expert, if it is one's
-    shape: Shape  # without that axis
-    names: tuple[str, ...]
-    row_map: RowMap
-    transposed: bool = False
-    packed: int | None = None  # in tensors of so many experts
-
-    def stored_shapes(self) -> list[Shape]:
-        shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
-        lead = () if self.packed is None else (self.packed,)
-        return [lead + (shape[::-1] if self.transposed else shape) for shape in shapes]
-
-
-def stored_parameters(
-    shapes: Mapping[str, Shape],
-    rows: Mapping[str, Row],
-    layers: str,
-    config: TransformerConfig,
-    has: Callable[[str], bool],
-) -> list[StoredParameter]:
-    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and N.
-
-    `has` says whether the files have a tensor: then it holds all experts.
-    """
-    parameters = []
-    for key, shape in shapes.items():
-        match = _KEY.fullmatch(key)
-        if match is None or match[2] not in rows or (match[3] == "bias" and not rows[match[2]].biased):
-            continue
-        row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
-        if row.fused is not None and has(prefix + row.fused):
-            parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
-            continue
-        of_experts, suffix = row.packed or len(shape) == 3, row.suffixes.get(match[3], match[3])
-        own = shape[1:] if of_experts else shape
-        row_map = _row_map(row, own[0], config)
-        form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
-        for expert in range(shape[0]) if of_experts else [None]:
-            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
-            parameters.append(StoredParameter(key, () if expert is None else (expert,), own, names, *form))
-    return parameters
-
-
-def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
-    heads = config.num_attention_heads, config.query_groups, config.head_dim
-    if row.qkv:
-        return qkv_apart(*heads) if len(row.names) == 3 else qkv_blocks(*heads, blocks=1)
-    if row.alternating:
-        return alternating(rows // 2, 2)
-    return stacked(rows // len(row.names), len(row.names))

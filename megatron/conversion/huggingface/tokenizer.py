@@ -23,12 +23,8 @@ from megatron.core.lazy_import import lazy_module
 if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
-    from tokenizers import decoders, models, normalizers
 else:
     sentencepiece, tokenizers = lazy_module("sentencepiece"), lazy_module("tokenizers")
-    decoders, models, normalizers = (
-        lazy_module(f"tokenizers.{name}") for name in ("decoders", "models", "normalizers")
-    )
 
 SPACE = "\u2581"
 _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
@@ -48,27 +44,24 @@ def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
         return None
     prefix = normalized != plain
     pieces = [processor.id_to_piece(number) for number in range(len(scores))]
-    tokenizer = tokenizers.Tokenizer(_model(processor, pieces, scores))
-    steps = [normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    undo = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *undo]
-    )
-    special = [p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special])
-    return tokenizer
-
-
-def _model(processor: sentencepiece.SentencePieceProcessor, pieces: list[str], scores: list[float]) -> models.BPE:
     numbers = {piece: number for number, piece in enumerate(pieces)}
-    return models.BPE(
+    bpe = tokenizers.models.BPE(
         numbers,
         _merge_pairs(numbers, scores),
         unk_token=pieces[processor.unk_id()],
         fuse_unk=True,
         byte_fallback=any(processor.is_byte(number) for number in range(len(pieces))),
     )
+    tokenizer = tokenizers.Tokenizer(bpe)
+    steps = [tokenizers.normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([*steps, tokenizers.normalizers.Replace(" ", SPACE)])
+    undo = [tokenizers.decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace(SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), *undo]
+    )
+    special = [p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special])
+    return tokenizer
 
 
 def _merge_pairs(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -193,9 +186,8 @@ def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedToke
     result.lost += [
         f"tokenizer: {path} is not here; give --tokenizer with a directory that has both" for path in missing
     ]
-    if missing or not _copy(vocab, directory / "vocab.json", result):
-        return
-    if not _copy(merges, directory / "merges.txt", result):
+    copies = {vocab: "vocab.json", merges: "merges.txt"}
+    if missing or not all(_copy(path, directory / name, result) for path, name in copies.items()):
         return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
     end = schema.read_json(directory / "vocab.json").get("<|endoftext|>")

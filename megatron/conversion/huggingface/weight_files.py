@@ -11,38 +11,43 @@ from __future__ import annotations
 
 import json
 import math
-import threading
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import run_jobs, write_at
-from megatron.conversion.model_space.row_maps import RowMap, cut, pack_rows
-from megatron.conversion.model_space.source import Progress, Shape, TensorInfo
-from megatron.core.dist_checkpointing import FileTensor
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.model_space.pieces import (
+    ReadRegion,
+    RowMap,
+    alternating,
+    as_is,
+    cut,
+    pack_rows,
+    qkv_apart,
+    qkv_blocks,
+    run_jobs,
+    stacked,
+    stored_rows,
+    write_at,
+)
+from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
+from megatron.core.dist_checkpointing import FileTensor, safe_load
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed, write_json
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 _ENTRY = schema.record(
     {"shape": schema.SHAPE, "dtype": schema.one_of(*_DTYPES), "data_offsets": schema.sequence(schema.COUNT, 2, least=2)}
 )
@@ -52,140 +57,69 @@ _MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _BLOCK = 16 << 20  # bytes that are read at once where only some columns are wanted
 
 
-class SafetensorsFile:
-    """The tensors of one file; raises ValueError where the file is truncated or its header is damaged."""
+class Stored(NamedTuple):
+    """A tensor in a file; `read(offset, shape)` gives any box of it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
-        self._stored: dict[str, FileTensor] = {}
-        with schema.open_file(path) as file:
-            size, length = file.size, int.from_bytes(file.read(0, 8), "little")
-            if size < 8 or length > min(_MAX_HEADER, size - 8):
-                raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
-            header = schema.parse_json(file.read(8, length), f"{path}: the header", object_pairs_hook=self._once)
-        end = 8 + length
-        for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
-            end = self._add(name, entry, 8 + length, end)
-        if end != size:
-            raise ValueError(f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged")
+    shape: Shape
+    dtype: torch.dtype
+    read: ReadRegion
 
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """A dictionary whose names are all different."""
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            raise ValueError("a name is there twice")
-        result.pop("__metadata__", None)
-        return result
 
-    def _add(self, name: str, entry: Any, base: int, expected: int) -> int:
-        """Tensors lie back to back: this one begins at byte `expected`. Returns where it ends."""
+def open_safetensors(path: Path) -> dict[str, Stored]:
+    """The tensors of one file; raises ValueError where it is truncated or its header is damaged."""
+    with schema.open_file(path) as file:
+        size, length = file.size, int.from_bytes(file.read(0, 8), "little")
+        if size < 8 or length > min(_MAX_HEADER, size - 8):
+            raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
+        header = schema.parse_json(file.read(8, length), f"{path}: the header", object_pairs_hook=_once)
+    tensors: dict[str, Stored] = {}
+    base = end = 8 + length
+    for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
         info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-        start, stop = entry["data_offsets"]
+        start, stop = (base + place for place in entry["data_offsets"])
         if stop - start != info.nbytes:
-            raise ValueError(f"{self.path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}")
-        if base + start != expected:
-            raise ValueError(f"{self.path}: {name!r} begins at byte {base + start}, the one before ends at {expected}")
-        self.tensors[name] = info
-        self._stored[name] = FileTensor(self.path, base + start, info.dtype, info.shape)
-        return base + int(stop)
-
-    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `name` at `offset` with extent `shape`."""
-        # The file is opened for each read: a model may have more shards than a process may have open files.
-        stored, first = self._stored[name], offset[0] if offset else 0
-        row = math.prod(stored.shape[1:])
-        if shape[1:] == stored.shape[1:]:
-            return stored.read_flat(first * row, math.prod(shape)).view(shape)
-        # Of columns whole rows are read in blocks: one large read beats many small ones.
-        result = torch.empty(shape, dtype=stored.dtype)
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
-        for part in result.split(max(1, _BLOCK // (row * stored.dtype.itemsize))):
-            block = stored.read_flat(first * row, len(part) * row).view(len(part), *stored.shape[1:])
-            part.copy_(block[(slice(None), *columns)])
-            first += len(part)
-        return result
+            raise ValueError(f"{path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}")
+        if start != end:  # tensors lie back to back
+            raise ValueError(f"{path}: {name!r} begins at byte {start}, the one before ends at {end}")
+        place = FileTensor(path, start, info.dtype, info.shape)
+        tensors[name], end = Stored(info.shape, info.dtype, partial(_read_box, place)), stop
+    if end != size:
+        raise ValueError(f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged")
+    return tensors
 
 
-class SafetensorsWriter:
-    """Write one file, any rows of any tensor in any order and from several threads: their places are known before."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._tensors = dict(tensors)
-        self._starts: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._missing = sum(info.nbytes for info in tensors.values())
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
-        position = 0
-        for name, info in tensors.items():
-            header[name] = {
-                "dtype": _DTYPE_NAMES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [position, position + info.nbytes],
-            }
-            self._starts[name] = position
-            position += info.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
-        self._base = 8 + len(text)
-        self._path = path
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-
-    def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """`tensor` is the rows of `name` from `row` on."""
-        info = self._tensors[name]
-        assert tensor.dtype == info.dtype and tuple(tensor.shape[1:]) == info.shape[1:], (name, tensor.shape)
-        position = row * math.prod(info.shape[1:]) * info.dtype.itemsize
-        assert position + tensor.nbytes <= info.nbytes, (name, row, tensor.shape)
-        # Relative to the tensor until here, in the file from here on.
-        position += self._base + self._starts[name]
-        write_at(self._path, tensor.contiguous(), position)
-        with self._lock:
-            self._missing -= tensor.nbytes
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary whose names are all different."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a name is there twice")
+    result.pop("__metadata__", None)
+    return result
 
 
-class TorchFile:
+def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    # The file is opened for each read: a model may have more shards than a process may have open files.
+    first, row = offset[0] if offset else 0, math.prod(stored.shape[1:])
+    if shape[1:] == stored.shape[1:]:
+        return stored.read_flat(first * row, math.prod(shape)).view(shape)
+    # Of columns whole rows are read in blocks: one large read beats many small ones.
+    result = torch.empty(shape, dtype=stored.dtype)
+    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+    for part in result.split(max(1, _BLOCK // (row * stored.dtype.itemsize))):
+        block = stored.read_flat(first * row, len(part) * row).view(len(part), *stored.shape[1:])
+        part.copy_(block[(slice(None), *columns)])
+        first += len(part)
+    return result
+
+
+def open_torch_file(path: Path) -> dict[str, Stored]:
     """`pytorch_model.bin` of old repositories, read without running anything."""
 
-    def __init__(self, path: Path) -> None:
-        state = schema.mapping(schema.anything, keys=schema.key)(safe_load(path), str(path))
-        self._state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in self._state.items()}
+    def stored(tensor: torch.Tensor) -> Stored:
+        return Stored(tuple(tensor.shape), tensor.dtype, lambda *box: narrow(tensor, *box).clone())
 
-    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._state[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
-
-
-class ScaledMatrix:
-    """A matrix of 8-bit floats with a scale for each block of it, seen as what is computed with: stored * scale.
-
-    (Source: DeepSeek-V3's files, whose scales are called `weight_scale_inv`.)
-    """
-
-    def __init__(
-        self, name: str, file: TensorFile, scales: TensorFile, block: Sequence[int], dtype: torch.dtype
-    ) -> None:
-        self._file, self._scales, self._block = file, scales, block
-        stored, scale = file.tensors[name], scales.tensors[name + SCALES]
-        wanted = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
-        if len(stored.shape) != 2 or scale.shape != wanted or scale.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{name} of shape {list(stored.shape)} has scales in {scale.dtype} of shape {list(scale.shape)}, but "
-                f"blocks of {list(block)} need floating-point numbers of shape {list(wanted)}"
-            )
-        self.tensors: dict[str, TensorInfo] = {name: TensorInfo(stored.shape, dtype)}
-
-    def read(self, name: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        scales = self._scales.read(name + SCALES, (0, 0), self._scales.tensors[name + SCALES].shape).float()
-        rows, columns = (torch.arange(o, o + n) // size for o, n, size in zip(offset, shape, self._block, strict=True))
-        values = self._file.read(name, offset, shape).float() * scales[rows][:, columns]
-        return values.to(self.tensors[name].dtype)
+    state = schema.mapping(schema.anything, keys=schema.key)(safe_load(path), str(path))
+    return {name: stored(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 SCALES = "_scale_inv"
@@ -208,50 +142,131 @@ def scaled_blocks(quantization: Any) -> Sequence[int]:
     return size
 
 
-def dequantized(files: Mapping[str, TensorFile], block: Sequence[int], dtype: torch.dtype) -> dict[str, TensorFile]:
-    """`files` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
-    result = {name: file for name, file in files.items() if not name.endswith(SCALES)}
-    for name in [name for name in files if name.endswith(SCALES)]:
+def dequantized(tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
+    """`tensors` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
+    for name in tensors.keys() - result.keys():
         matrix = name.removesuffix(SCALES)
-        if matrix not in files:
+        if matrix not in result:
             raise ValueError(f"{name} is there, but not {matrix}, which it is for")
-        result[matrix] = ScaledMatrix(matrix, files[matrix], files[name], block, dtype)
+        result[matrix] = _scaled(matrix, tensors[matrix], tensors[name], block, dtype)
     return result
 
 
-TensorFile = SafetensorsFile | TorchFile | ScaledMatrix
+def _scaled(name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype) -> Stored:
+    """A matrix of 8-bit floats with a scale for each block of it, as what is computed with: stored * scale.
+
+    (Source: DeepSeek-V3's files, whose scales are called `weight_scale_inv`.)
+    """
+    wanted = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
+    if len(stored.shape) != 2 or scales.shape != wanted or scales.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{name} of shape {list(stored.shape)} has scales in {scales.dtype} of shape {list(scales.shape)}, but "
+            f"blocks of {list(block)} need floating-point numbers of shape {list(wanted)}"
+        )
+
+    def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        factors = scales.read((0, 0), scales.shape).float()
+        rows, columns = (torch.arange(o, o + n) // size for o, n, size in zip(offset, shape, block, strict=True))
+        return (stored.read(offset, shape).float() * factors[rows][:, columns]).to(dtype)
+
+    return Stored(stored.shape, dtype, read)
+
+
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
-_KINDS: dict[str, Callable[[Path], TensorFile]] = {"model.safetensors": SafetensorsFile, "pytorch_model.bin": TorchFile}
+_KINDS: dict[str, Callable[[Path], dict[str, Stored]]] = {
+    "model.safetensors": open_safetensors,
+    "pytorch_model.bin": open_torch_file,
+}
 
 
-def open_weights(directory: Path) -> dict[str, TensorFile]:
-    """Tensor name -> the file that holds it.
+def open_weights(directory: Path) -> dict[str, Stored]:
+    """The tensors of a model by name.
 
     Raises ValueError where a shard is missing, truncated, or lacks a tensor that the index promises.
     """
-    for name, kind in _KINDS.items():
+    for name, open_file in _KINDS.items():
         index = directory / f"{name}.index.json"
         if index.exists():
-            return _open_shards(directory, index, kind)
+            return _open_shards(directory, index, open_file)
         if (directory / name).exists():
-            file = kind(directory / name)
-            return dict.fromkeys(file.tensors, file)
+            return open_file(directory / name)
     raise ValueError(
         f"{directory} has neither model.safetensors nor model.safetensors.index.json (nor pytorch_model.bin)"
     )
 
 
-def _open_shards(directory: Path, index: Path, kind: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
+def _open_shards(directory: Path, index: Path, open_file: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
     weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
     paths = {name: schema.named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
         raise ValueError(f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")
-    files = {name: kind(path) for name, path in paths.items()}
+    shards = {name: open_file(path) for name, path in paths.items()}
     for tensor, name in weight_map.items():
-        if tensor not in files[name].tensors:
+        if tensor not in shards[name]:
             raise ValueError(f"{index} places {tensor} in {name}, which does not have it")
-    return {tensor: files[name] for tensor, name in weight_map.items()}
+    return {tensor: shards[name][tensor] for tensor, name in weight_map.items()}
+
+
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values are."""
+
+    key: str
+    lead: Shape  # the number of the expert, if it is one's
+    shape: Shape  # without that axis
+    names: tuple[str, ...]
+    row_map: RowMap
+    transposed: bool = False
+    packed: int | None = None  # in tensors of so many experts
+
+    def stored_shapes(self) -> list[Shape]:
+        shapes = [(rows, *self.shape[1:]) for rows in stored_rows(self.row_map)]
+        lead = () if self.packed is None else (self.packed,)
+        return [lead + (shape[::-1] if self.transposed else shape) for shape in shapes]
+
+
+def stored_parameters(
+    shapes: Mapping[str, Shape],
+    rows: Mapping[str, Row],
+    layers: str,
+    config: TransformerConfig,
+    has: Callable[[str], bool],
+) -> list[StoredParameter]:
+    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and N.
+
+    `has` says whether the files have a tensor: then it holds all experts.
+    """
+    parameters = []
+    for key, shape in shapes.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in rows or (match[3] == "bias" and not rows[match[2]].biased):
+            continue
+        row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
+        if row.fused is not None and has(prefix + row.fused):
+            parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
+            continue
+        of_experts, suffix = row.packed or len(shape) == 3, row.suffixes.get(match[3], match[3])
+        own = shape[1:] if of_experts else shape
+        row_map = _row_map(row, own[0], config)
+        form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
+        for expert in range(shape[0]) if of_experts else [None]:
+            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
+            parameters.append(StoredParameter(key, () if expert is None else (expert,), own, names, *form))
+    return parameters
+
+
+def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
+    heads = config.num_attention_heads, config.query_groups, config.head_dim
+    if row.qkv:
+        return qkv_apart(*heads) if len(row.names) == 3 else qkv_blocks(*heads, blocks=1)
+    if row.alternating:
+        return alternating(rows // 2, 2)
+    return stacked(rows // len(row.names), len(row.names))
 
 
 _RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is read in (at most four bytes an element)
@@ -259,60 +274,90 @@ _RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is rea
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor of model space, or an expert of one, and the stored tensors that its rows go to."""
+    """The tensor `key` of a source, or an expert of it, and where it goes."""
 
-    names: Sequence[str]
-    infos: Sequence[TensorInfo]
-    row_map: RowMap
-    read: Callable[[int, int], torch.Tensor]  # (first, count) -> model rows, in the dtype of `infos`
-    transposed: bool = False  # its rows are columns of the file
-    place: int | None = None  # the stored tensors have those of several experts, this one's here
+    source: Source
+    key: str
+    part: StoredParameter
+    dtype: torch.dtype
 
-    @property
-    def rows(self) -> int:
-        return sum(run.rows for run in self.row_map)
+    def infos(self) -> dict[str, TensorInfo]:
+        """The stored tensors."""
+        shapes = zip(self.part.names, self.part.stored_shapes(), strict=True)
+        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes}
 
     @property
     def whole(self) -> bool:
         """Whether it is written at once: rows of the model are not rows of the file."""
-        return self.transposed or self.place is not None
+        return self.part.transposed or self.part.packed is not None
 
     @property
     def rows_at_once(self) -> int:
-        elements = sum(math.prod(info.shape) for info in self.infos)
-        return self.rows if self.whole else max(1, _RUN_BYTES // 4 * self.rows // max(1, elements))
+        rows, elements = self.part.shape[0], math.prod(self.part.shape)
+        return rows if self.whole else max(1, _RUN_BYTES // 4 * rows // max(1, elements))
 
-    def write(self, writers: dict[str, SafetensorsWriter], first: int, progress: Progress) -> None:
-        """The model rows from `first` on, as many as fit."""
-        rows = self.read(first, min(self.rows_at_once, self.rows - first))
+    def write(self, places: Mapping[str, tuple[Path, int]], first: int, progress: Progress) -> None:
+        """The model rows from `first` on, as many as fit; `places` says where the stored tensors begin."""
+        part, lead, rest = self.part, self.part.lead, self.part.shape[1:]
+        count = min(self.rows_at_once, part.shape[0] - first)
+        box = self.source.read(self.key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
+        rows = box.view(count, *rest).to(self.dtype)
         if self.whole:
-            for number, name in enumerate(self.names):
-                stored = pack_rows(self.row_map, number, rows)
-                stored = stored.t() if self.transposed else stored
-                writers[name].write(name, stored if self.place is None else stored[None], self.place or 0)
+            for number, name in enumerate(part.names):
+                stored = pack_rows(part.row_map, number, rows)
+                stored = stored.t() if part.transposed else stored
+                if part.packed is None:
+                    write_rows(places[name], stored, 0)
+                else:
+                    write_rows(places[name], stored[None], lead[0])
         else:
-            found = list(cut(self.row_map, first, first + len(rows)))
-            for run, part in zip(found, rows.split([run.rows for run in found]), strict=True):
-                writers[self.names[run.source]].write(self.names[run.source], part, run.start)
+            found = list(cut(part.row_map, first, first + count))
+            for run, piece in zip(found, rows.split([run.rows for run in found]), strict=True):
+                write_rows(places[part.names[run.source]], piece, run.start)
         progress(rows.nbytes)
+
+
+def write_rows(place: tuple[Path, int], rows: torch.Tensor, first: int) -> None:
+    """The rows from `first` on of the tensor that begins at byte `place[1]` of a file."""
+    path, position = place
+    write_at(path, rows.contiguous(), position + first * rows[:1].nbytes)
+
+
+def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Path, int]]:
+    """Begin a file of these tensors. Returns where each begins: any rows of any of them may be written next."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
+    starts: dict[str, int] = {}
+    position = 0
+    for name, info in tensors.items():
+        starts[name], end = position, position + info.nbytes
+        dtype = _DTYPE_NAMES[info.dtype]
+        header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: (path, 8 + len(text) + start) for name, start in starts.items()}
 
 
 def write_weight_files(
     directory: Path, stem: str, tensors: Sequence[Outgoing], max_size: int, workers: int, progress: Progress
 ) -> list[str]:
     """One file, or numbered shards of at most `max_size` bytes with an index; returns the names of the files."""
-    shards = _shards({name: info for t in tensors for name, info in zip(t.names, t.infos, strict=True)}, max_size)
+    shards = _shards({name: info for tensor in tensors for name, info in tensor.infos().items()}, max_size)
     files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     # All shards are laid out first, since any worker may write to any of them; each is renamed when all are complete.
     with ExitStack() as stack:
-        writers: dict[str, SafetensorsWriter] = {}
+        places: dict[str, tuple[Path, int]] = {}
         for file, shard in zip(files, shards, strict=True):
-            temporary = stack.enter_context(committed(directory / file))
-            writers |= dict.fromkeys(shard, stack.enter_context(SafetensorsWriter(temporary, shard)))
-        firsts = ((tensor, first) for tensor in tensors for first in range(0, tensor.rows, tensor.rows_at_once))
-        run_jobs((partial(tensor.write, writers, first, progress) for tensor, first in firsts), workers)
+            places |= write_header(stack.enter_context(committed(directory / file)), shard)
+        jobs = (
+            partial(tensor.write, places, first, progress)
+            for tensor in tensors
+            for first in range(0, tensor.part.shape[0], tensor.rows_at_once)
+        )
+        run_jobs(jobs, workers)
     if len(shards) > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", files, shards)
     return files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import random
 import re
@@ -16,16 +15,13 @@ import numpy as np
 import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
-from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.pieces import archive_faults
-from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState
-from megatron.core.dist_checkpointing import CheckpointError, in_memory, load_common, safe_open
-from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
+from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState, refuse_other_models
+from megatron.core.dist_checkpointing import CheckpointError, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import shown
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
@@ -73,7 +69,6 @@ _CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
     _BY_LAYER: True,
 }
-_NAMES = {"layernorm_epsilon": "norm_epsilon"}  # Megatron-LM's -> ours
 
 
 class Counters(Protocol):
@@ -101,22 +96,16 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
     if unknown:
         raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
-    for theirs, ours in _NAMES.items():
-        if ours not in args and theirs in args:
-            args[ours] = args[theirs]
+    if "layernorm_epsilon" in args:
+        args.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if not args.get("group_query_attention", False):
         args["num_query_groups"] = args.get("num_attention_heads")
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
     if isinstance(args.get("num_experts"), list | tuple):
         raise CheckpointError(f"{where}: num_experts is {args['num_experts']}, but must be a whole number")
-    refuse_unsupported_model(args, where)
+    refuse_other_models(args, _MODEL, where)
     return args
-
-
-def read_common(directory: Path, verify: bool = False) -> dict[str, Any]:
-    """What stands beside the tensors of a torch_dist directory; {} if it has no `common.pt`."""
-    return COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
 
 
 def _plain(value: Any) -> Any:
@@ -124,16 +113,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Placeholder):
         return f"{type(value).__qualname__}({', '.join(map(shown, value.args))})"
     return value
-
-
-def stored_model(args: Mapping[str, Any], vocab_size: int, where: str) -> TransformerConfig:
-    """The model in these files: its vocabulary is the rows that were trained, padding included in Megatron-LM's."""
-    known = {
-        key: value
-        for key, value in args.items()
-        if key not in ("recompute_granularity", "recompute_method", "recompute_modules")
-    }
-    return model_config(known, vocab_size, where)
 
 
 def common_state(
@@ -217,8 +196,7 @@ def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     return in_memory(dict(scaler or {})) or None
 
 
-# Argument -> the values with which a run is the model that we know. A missing argument is fine: that version had none.
-# Comparing with == makes 0, 0.0 and False one; `None` stands for "not given".
+# Argument -> the values with which a run is the model that we know; None stands for "not given".
 _MODEL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -235,14 +213,6 @@ _MODEL: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (None,),
     "mtp_num_layers": (None, 0),
 }
-
-
-def refuse_unsupported_model(args: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError that names every argument with which the run was another kind of model."""
-    wrong = [name for name, values in _MODEL.items() if name in args and args[name] not in values]
-    if wrong:
-        listed = ", ".join(f"--{name.replace('_', '-')} {shown(args[name])}" for name in wrong)
-        raise ValueError(f"{where} is of a model that is not supported here: {listed}")
 
 
 _MODEL_PARALLEL, _EXPERT_PARALLEL, _PER_STAGE = 2718, 1024, 100  # how Megatron-LM spreads one seed over its ranks
@@ -314,11 +284,7 @@ def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObje
     return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
-def rank_directory(tp: int, pp: int, pp_size: int, ep: int = 0, ep_size: int = 1) -> str:
-    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
-
-
-class LegacyRank(NamedTuple):
+class MegatronRank(NamedTuple):
     """A rank that writes a directory; with expert parallelism those that hold the first replica of their experts."""
 
     tp: int
@@ -327,7 +293,7 @@ class LegacyRank(NamedTuple):
     dense_optimizer: bool = True  # it writes the sharded optimizer of the dense layers, too
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, world_size: int) -> list[LegacyRank]:
+    def of(cls, parallel: ParallelConfig, world_size: int) -> list[MegatronRank]:
         if parallel.ep_size == 1:
             return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
         world, least = world_size, least_world(parallel)
@@ -338,9 +304,14 @@ class LegacyRank(NamedTuple):
             cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first) for ps in states if ps.edp.is_first
         ]
 
+    def __str__(self) -> str:
+        etp, ep = self.expert or (self.tp, None)
+        experts = "" if ep is None else f"expert rank {ep} of "
+        return f"{experts}tensor-parallel rank {etp}, pipeline rank {self.pp}"
+
     def directory(self, parallel: ParallelConfig) -> str:
-        ep = self.expert[1] if self.expert else 0
-        return rank_directory(self.tp, self.pp, parallel.pp_size, ep, parallel.ep_size)
+        stage = f"_{self.pp:03d}" if parallel.pp_size > 1 else ""
+        return f"mp_rank_{self.tp:02d}{stage}" + (f"_{self.expert[1]:03d}" if self.expert else "")
 
 
 def least_world(parallel: ParallelConfig) -> int:
@@ -369,9 +340,12 @@ def legacy_faults(directory: Path) -> list[str]:
     first = first_legacy(directory)
     stored = COMMON(open_legacy(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
-    ranks = {rank_directory(*rank, pp) for rank in itertools.product(range(tp), range(pp))}
+    has_experts = isinstance(args.get("num_experts"), int) and args["num_experts"] > 1
+    axes = ("tensor_model", "pipeline_model", *(("expert_model", "expert_tensor") if has_experts else ()))
+    sizes = {f"{axis}_parallel_size": args.get(f"{axis}_parallel_size") or None for axis in axes}
+    parallel = ParallelConfig(**{name: size for name, size in sizes.items() if size is not None})
+    RANKS(parallel.tp_size * parallel.pp_size, f"{first}: {parallel.tp_size} x {parallel.pp_size} ranks")
+    ranks = {rank.directory(parallel) for rank in MegatronRank.of(parallel, int(args.get("world_size") or 0))}
     if not args or first.parent.name not in ranks:
         return []  # of a layout or an age that is refused when it is opened
     names = [MODEL_FILE]

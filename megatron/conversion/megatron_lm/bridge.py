@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.conversion.model_space.model import plain_args
-from megatron.conversion.model_space.source import scalar
+from megatron.conversion.model_space.source import plain_args, refuse_other_models, scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
-from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, shown, text
+from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, text
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -40,10 +39,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_scaling_factor": (None, 1.0),
     "fp32_residual_connection": (False, None),
 }
-_ACTIVATIONS = {  # function, gated -> arguments; Megatron-core's fused GELU is the tanh approximation
-    ("torch.nn.functional.silu", True): {"swiglu": True},
-    ("torch.nn.functional.gelu", False): {"swiglu": False},
-}
+# Function, gated; Megatron-core's fused GELU is the tanh approximation.
+_ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
 _TRAINING = (
     "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
     "sgd_momentum", "clip_grad", "global_batch_size", "micro_batch_size", "train_iters", "seed", "overlap_grad_reduce",
@@ -52,10 +49,6 @@ _TRAINING = (
 
 _TRAIN_STATE = mapping(scalar)
 _MAX_CONFIG = 4 << 20  # bytes
-
-
-def is_bridge(directory: Path) -> bool:
-    return (directory / RUN_CONFIG).is_file()
 
 
 def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +83,7 @@ def _counters(path: Path) -> dict[str, Any]:
 
 
 def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    wrong = [f"{name}: {shown(model[name])}" for name, known in _REQUIRED.items() if model.get(name) not in known]
-    if wrong:
-        raise ValueError(f"{where} is of a model that is not supported here: {', '.join(wrong)}")
+    refuse_other_models(model, _REQUIRED, where)
     # Of nested values these alone count: aliases of YAML could make others endless.
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
     flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}
@@ -120,7 +111,8 @@ def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
         kind = "gated " if gated else ""
         raise ValueError(f"{where} is of a model that is not supported here: its activation is {kind}{function}")
     approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get("approximate")
-    return _ACTIVATIONS[function, gated] | {
+    return {
+        "swiglu": gated,
         "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
         "openai_gelu": approximate == "tanh",
     }

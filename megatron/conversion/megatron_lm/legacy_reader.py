@@ -11,39 +11,44 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
+from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE, Hints
 from megatron.conversion.megatron_lm.args import (
-    LegacyRank,
+    MegatronRank,
     arguments,
     first_legacy,
     open_legacy,
     param_groups,
     rng_key,
-    stored_model,
     training_state,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
-    CheckedTable,
+    PieceTable,
     bucket_size_of,
+    by_optimizer,
     plan_buckets,
     refuse_unknown_optimizer,
 )
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, check_optimizer_complete
-from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, local_name, norm_key, rank_parameters
-from megatron.conversion.model_space.source import COMMON, TensorInfo, TrainingState, optimizer_key, scalar
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    SHAPE,
-    anything,
-    mapping,
-    optional,
-    record,
-    refuse,
-    sequence,
+from megatron.conversion.model_space.model import (
+    Layout,
+    LocalParameter,
+    check_optimizer_complete,
+    local_name,
+    model_config,
+    norm_key,
+    rank_parameters,
 )
-from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.conversion.model_space.pieces import ReadFlat
+from megatron.conversion.model_space.source import (
+    COMMON,
+    WORD_EMBEDDINGS,
+    TensorInfo,
+    TrainingState,
+    optimizer_key,
+    scalar,
+)
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.schema import COUNT, anything, mapping, record, sequence
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,16 @@ Stored = FileTensor | torch.Tensor | _GroupedExpert
 
 
 class LegacySource:
-    """One iteration directory. Tensors stay in the files until they are read. Without `optimizer` its state is passed
-    over, whatever it is.
-    """
+    """One iteration directory. Tensors stay in the files until they are read."""
 
-    def __init__(self, directory: Path, optimizer: bool = True) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        optimizer = hints is None or hints.optimizer
         self.description = f"legacy checkpoint {directory}"
         first_file = first_legacy(directory)
         first = open_legacy(first_file)
         self.args = arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        writers = LegacyRank.of(layout.parallel, int(self.args.get("world_size") or 0))
+        writers = MegatronRank.of(layout.parallel, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout.parallel) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
         files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
@@ -94,25 +98,23 @@ class LegacySource:
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
         # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
         vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
-        self.config = stored_model(self.args, vocab_size, self.description)
+        self.config = model_config(self.args, vocab_size, self.description)
         stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
         sizes = f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"
         self.unused = [f"{name} (the arguments say {sizes})" for name in sorted(stale)]
-        self._table = CheckedTable(self.description)
+        self._table = PieceTable(self.description)
         sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for rank, content in files.items():
             folder = folders[rank]
             # What this rank holds follows from the layers; the order of its parameters from its file, since flat
             # optimizer buffers were filled in the order of the modules.
-            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert)
-            chunks = [in_modules(parameters, self.args, rank.tp) for parameters in chunks]
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args)
             chunks = self._add_weights(content, chunks, folder)
             grouped = any(name.endswith(".experts.weight1") for model in _models(content, folder) for name in model)
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
             found = open_legacy(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
             kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
-            for number, kind in enumerate(kinds):  # dense layers, then experts
-                own = [[p for p in c if _belongs(p, number, rank.expert is not None)] for c in chunks]
+            for kind, own in zip(kinds, by_optimizer(chunks, rank.expert is not None), strict=True):
                 if kind and any(own) and grouped:
                     raise CheckpointError(
                         f"{where}: the optimizer of experts of --moe-use-legacy-grouped-gemm is transposed like their "
@@ -158,14 +160,7 @@ class LegacySource:
             raise CheckpointError(
                 f"{where}: {key} has shape {tuple(tensor.shape)}, but the stored arguments make it {parameter.shape}"
             )
-        self._add_flat(key, parameter, tensor, 0)
-
-    def _add_flat(self, key: str, parameter: LocalParameter, tensor: Stored, first: int) -> None:
-        """A tensor that holds the parameter's local elements in a row from element `first`."""
-        info = TensorInfo(parameter.global_shape, tensor.dtype)
-        for box in parameter.boxes:
-            region = region_of_flat(_flat_reader(tensor), first + box.start, box.shape)
-            self._table.add(key, info, StoredPiece(box.offset, box.shape, region))
+        self._table.add_local(key, parameter, tensor.dtype, _flat_reader(tensor), 0)
 
     def _add_buffers(self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
@@ -190,9 +185,8 @@ class LegacySource:
                     raise CheckpointError(f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}")
             for parameter, bucket, start in placed:
                 for state in names:
-                    self._add_flat(
-                        optimizer_key(state, parameter.key), parameter, states[state], sum(sizes[:bucket]) + start
-                    )
+                    key, flat, first = optimizer_key(state, parameter.key), states[state], sum(sizes[:bucket]) + start
+                    self._table.add_local(key, parameter, flat.dtype, _flat_reader(flat), first)
 
     def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
         """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""
@@ -201,7 +195,7 @@ class LegacySource:
         if "state" not in inner:
             return
         _NUMBERED(inner, f"{where}: optimizer")
-        main = optional(sequence(sequence(_tensor)))(
+        main = schema.optional(sequence(sequence(_tensor)))(
             optimizer.get("fp32_from_fp16_params"), f"{where}: optimizer: fp32_from_fp16_params"
         )
         states = inner["state"]
@@ -228,7 +222,7 @@ class LegacySource:
 
 
 def _tensor(value: Any, where: str) -> Stored:
-    return value if isinstance(value, Stored) else refuse(where, value, "a tensor")
+    return value if isinstance(value, Stored) else schema.refuse(where, value, "a tensor")
 
 
 _BUFFER = record({"numel_unpadded": COUNT, "param": _tensor})
@@ -240,16 +234,11 @@ _NUMBERED = record(
 )
 
 
-def _belongs(parameter: LocalParameter, optimizer: int, apart: bool) -> bool:
-    """To the first optimizer, of dense layers, or to the second, of experts; all to one where they are not apart."""
-    return parameter.info.trained and (not apart or parameter.info.expert == bool(optimizer))
-
-
 def _models(content: dict[str, Any], where: Path) -> list[dict[str, Stored]]:
     """The weights of every chunk."""
     chunks = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
     names = ["model"] if "model" in content else chunks
-    return [mapping(anything, keys=check_key)(content[name], f"{where}: {name}") for name in names]
+    return [mapping(anything, keys=schema.key)(content[name], f"{where}: {name}") for name in names]
 
 
 def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
@@ -262,7 +251,8 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
         )
     where = f"{folder / MODEL_FILE}: {WORD_EMBEDDINGS}"
     embedding = _tensor(models[0][WORD_EMBEDDINGS], where)
-    return SHAPE(tuple(embedding.shape), where)[0] if embedding.shape else refuse(where, embedding, "a matrix")
+    shape = schema.SHAPE(tuple(embedding.shape), where)
+    return shape[0] if shape else schema.refuse(where, embedding, "a matrix")
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:

@@ -18,26 +18,24 @@ import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
-    LegacyRank,
+    MegatronRank,
     common_state,
     in_chain,
     initial_rng_state,
     least_world,
     rng_key,
-    stored_model,
 )
-from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, plan_buckets
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.pieces import (
-    FilePlace,
+from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, by_optimizer, plan_buckets
+from megatron.conversion.model_space.model import (
+    Layout,
     LocalBox,
     LocalParameter,
-    run_jobs,
-    write_archive,
-    write_to_places,
+    model_config,
+    rank_parameters,
 )
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, rank_parameters
+from megatron.conversion.model_space.pieces import FilePlace, run_jobs, write_archive, write_to_places
 from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
     Progress,
     Source,
     TrainingState,
@@ -68,7 +66,7 @@ def write_legacy(
     model cannot be split like that.
     """
     args = _target_args(source, layout)
-    contents, ranks = _Contents(source, args), LegacyRank.of(layout.parallel, args["world_size"])
+    contents, ranks = _Contents(source, args), MegatronRank.of(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
@@ -94,7 +92,7 @@ def write_legacy(
     return contents.not_carried
 
 
-def _check_directories(layout: Layout, ranks: Sequence[LegacyRank]) -> None:
+def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
     """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must have one."""
     named, dense = {rank.directory(layout.parallel) for rank in ranks}, {rank[:2] for rank in ranks}
     if len(named) < len(ranks) or dense < set(layout.ranks):
@@ -140,17 +138,16 @@ class _Contents:
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source, self._args = source, args
-        self._config = stored_model(args, args["model_vocab_size"], source.description)
+        self._config = model_config(args, args["model_vocab_size"], source.description)
         self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
-    def of_rank(self, layout: Layout, rank: LegacyRank) -> dict[str, Any]:
+    def of_rank(self, layout: Layout, rank: MegatronRank) -> dict[str, Any]:
         """By file name."""
         args, training = self._args, self._source.training
         divisible_by = args["make_vocab_size_divisible_by"]
-        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert)
-        chunks = [in_modules(parameters, args, rank.tp) for parameters in chunks]
+        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args)
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
@@ -165,10 +162,9 @@ class _Contents:
                 "rate, betas), which legacy files need: leave it out (--no-optim)"
             )
         content["opt_param_scheduler"] = training.scheduler
-        trained = [[parameter for parameter in parameters if parameter.info.trained] for parameters in chunks]
-        kinds, optimizers = [trained], [in_chain({"optimizer": {"param_groups": training.param_groups}}, args)]
+        kinds = by_optimizer(chunks, rank.expert is not None)
+        optimizers = [in_chain({"optimizer": {"param_groups": training.param_groups}}, args)]
         if rank.expert is not None:  # an optimizer for dense layers, one for experts
-            kinds = [[[p for p in c if p.info.expert is experts] for c in trained] for experts in (False, True)]
             optimizers = list(optimizers[0].values())
         if args["use_distributed_optimizer"]:
             buffers: list[Any] = [self._buffers(kind, rank.pp) for kind in kinds]
@@ -252,7 +248,7 @@ class _Contents:
         main = [[self._slot(optimizer_key("param", p.key), p) for p in parameters] for parameters in members]
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
-    def _generators(self, training: TrainingState, layout: Layout, rank: LegacyRank) -> list[dict[str, Any]]:
+    def _generators(self, training: TrainingState, layout: Layout, rank: MegatronRank) -> list[dict[str, Any]]:
         """Those of the source if it had them for this rank of this layout, else as a run begins with its seed."""
         key = rng_key((rank.tp, rank.pp), layout.parallel)
         if key in training.rng and rank.expert is None:

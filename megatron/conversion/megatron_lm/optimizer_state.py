@@ -7,27 +7,39 @@ as the files have them. (Source: Megatron-LM core 0.12 to 0.20, checked against 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.conversion.model_space.pieces import LocalParameter, PieceTable, bits
-from megatron.conversion.model_space.source import OPTIMIZER_STATES, Shape, optimizer_key, optimizer_states, split_key
-from megatron.core.dist_checkpointing import CheckpointError
+from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, region_of_flat, same_bits
+from megatron.conversion.model_space.source import (
+    OPTIMIZER_STATES,
+    TensorInfo,
+    optimizer_key,
+    optimizer_states,
+    split_key,
+)
+from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.dist_checkpointing.mapping import Extent, narrow, overlap
 from megatron.core.utils import round_up
+
+if TYPE_CHECKING:
+    from megatron.conversion.model_space.model import LocalParameter
 
 _SAMPLE = 256  # elements compared per piece
 ALIGNMENT = 64  # elements
 _DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
-class Placed(NamedTuple):
-    """`parameter` begins at element `start` of bucket `bucket`."""
+def by_optimizer(chunks: Sequence[Sequence[LocalParameter]], apart: bool) -> list[list[list[LocalParameter]]]:
+    """The trained parameters of a rank's chunks by their optimizer: that of all, or of dense layers and of experts."""
+    kinds = ({False}, {True}) if apart else ({False, True},)
+    return [[[p for p in chunk if p.info.trained and p.info.expert in kind] for chunk in chunks] for kind in kinds]
 
-    parameter: LocalParameter
-    bucket: int
-    start: int
+
+Placed = tuple["LocalParameter", int, int]  # a parameter begins in this bucket, at this element
 
 
 def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) -> tuple[list[Placed], list[int]]:
@@ -42,7 +54,7 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
             sizes.append(start)
             start = 0
         end = start + parameter.numel
-        placed.append(Placed(parameter, len(sizes), start))
+        placed.append((parameter, len(sizes), start))
         if parameter.info.shared_embedding or (bucket_size is not None and end >= bucket_size):
             sizes.append(end)
             end = 0
@@ -68,7 +80,7 @@ def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], wher
                 f"{where}: buckets of {list(sizes)} elements do not fit the model that the arguments describe "
                 f"(at {parameter.name} {list(parameter.shape)})"
             )
-        placed.append(Placed(parameter, bucket, start))
+        placed.append((parameter, bucket, start))
     if bucket + 1 != len(sizes) or end != sizes[bucket]:
         raise ValueError(
             f"{where}: buckets of {list(sizes)} elements hold more than the model that the arguments describe, which "
@@ -106,8 +118,9 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
         )
 
 
-class CheckedTable(PieceTable):
-    """Pieces of weights and optimizer state whose main parameters, rounded, must be the weights, to the bit.
+class PieceTable:
+    """The pieces that weights and optimizer state are stored in, by key; where several hold the same elements the
+    first is read. Main parameters, rounded, must be the weights, to the bit.
 
     This proves that flat buffers were cut where they had been joined: a buffer does not record which element belongs to
     which parameter, and Megatron-core up to 0.19.2 shifts the parameters of fully_reshardable state behind a padded
@@ -115,9 +128,25 @@ class CheckedTable(PieceTable):
     """
 
     def __init__(self, where: str) -> None:
-        super().__init__()
         self._where = where
+        self.tensors: dict[str, TensorInfo] = {}
+        self._pieces: dict[str, dict[Extent, ReadRegion]] = {}  # by key, then by (offset, shape)
         self._implied: set[str] = set()  # main parameters that are the weights themselves
+
+    def add(self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion) -> None:
+        """A piece, any region of which `read` gives. Raises ValueError when pieces disagree about the tensor."""
+        known = self.tensors.setdefault(key, info)
+        if known != info:
+            raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
+        self._pieces.setdefault(key, {}).setdefault((offset, shape), read)
+
+    def add_local(
+        self, key: str, parameter: LocalParameter, dtype: torch.dtype, read_flat: ReadFlat, first: int
+    ) -> None:
+        """What a rank holds of a parameter, or of a state of it: its local elements in a row from element `first`."""
+        info = TensorInfo(parameter.global_shape, dtype)
+        for box in parameter.boxes:
+            self.add(key, info, box.offset, box.shape, region_of_flat(read_flat, first + box.start, box.shape))
 
     def complete(self) -> None:
         """Call when all pieces are added: adds implied main parameters, and checks both ends of every stored piece."""
@@ -129,25 +158,27 @@ class CheckedTable(PieceTable):
                 self._check_ends(main)
             elif has_state and dtype == torch.float32:
                 # An fp32 model without the distributed optimizer stores no main parameters.
-                self.tensors[main], self.pieces[main] = self.tensors[key], self.pieces[key]
+                self.tensors[main], self._pieces[main] = self.tensors[key], self._pieces[key]
                 self._implied.add(main)
 
     def _check_ends(self, main: str) -> None:
-        for piece in self.pieces[main].values():
-            if piece.shape:
-                shape = (1,) * (len(piece.shape) - 1) + (min(_SAMPLE, piece.shape[-1]),)
-                end = tuple(o + n - m for o, n, m in zip(piece.offset, piece.shape, shape, strict=True))
-                for offset in sorted({piece.offset, end}):
+        for first, extent in self._pieces[main]:
+            if extent:
+                shape = (1,) * (len(extent) - 1) + (min(_SAMPLE, extent[-1]),)
+                end = tuple(o + n - m for o, n, m in zip(first, extent, shape, strict=True))
+                for offset in sorted({first, end}):
                     self.read(main, offset, shape)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key`. Raises CheckpointError where a main parameter is not the weight."""
-        value = super().read(key, offset, shape)
+        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element,
+        CheckpointError where a main parameter is not the weight.
+        """
+        value = self._paste(key, offset, shape)
         parameter, state = split_key(key)
         if state != "param" or key in self._implied or parameter not in self.tensors:
             return value
-        weight = super().read(parameter, offset, shape)
-        if not torch.equal(bits(value.to(weight.dtype)), bits(weight)):
+        weight = self._paste(parameter, offset, shape)
+        if not same_bits(value.to(weight.dtype), weight):
             raise CheckpointError(
                 f"{self._where}: the main parameter of {parameter} at {offset} is not the stored weight, so the "
                 "optimizer state is that of other parameters. Either Megatron-core wrote it wrongly (its "
@@ -157,3 +188,24 @@ class CheckedTable(PieceTable):
                 "--dist-ckpt-optim-fully-reshardable)"
             )
         return value
+
+    def _paste(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        whole: torch.Tensor | None = None
+        found = 0
+        for piece, read in self._pieces[key].items():
+            common = overlap(piece, (offset, shape))
+            if common is None:
+                continue
+            part = read(common.in_first, common.shape)
+            # Most boxes lie within one piece, and need no copy.
+            if common.shape == shape:
+                return part
+            if whole is None:
+                whole = torch.empty(shape, dtype=self.tensors[key].dtype)
+            narrow(whole, common.in_second, common.shape).copy_(part)
+            found += part.numel()
+        if found != math.prod(shape):
+            raise ValueError(
+                f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
+            )
+        return torch.empty(shape, dtype=self.tensors[key].dtype) if whole is None else whole

@@ -9,41 +9,52 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.formats import is_extra_state
+from megatron.conversion.formats import Hints, is_extra_state
 from megatron.conversion.megatron_lm.args import (
     ASKED_FOR,
+    MegatronRank,
     arguments,
     common_state,
     extra_states,
     in_chain,
     param_groups,
-    stored_model,
     training_state,
     with_asked_for,
 )
-from megatron.conversion.megatron_lm.bridge import bridge_common, is_bridge
-from megatron.conversion.megatron_lm.optimizer_state import CheckedTable, fit_buckets, refuse_unknown_optimizer
+from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, bridge_common
+from megatron.conversion.megatron_lm.optimizer_state import (
+    PieceTable,
+    by_optimizer,
+    fit_buckets,
+    refuse_unknown_optimizer,
+)
 from megatron.conversion.model_space.model import (
-    WORD_EMBEDDINGS,
+    Layout,
+    LocalParameter,
     check_optimizer_complete,
     check_parameters,
+    model_config,
     model_tensors,
+    norm_key,
+    rank_parameters,
     vocabulary_rows,
 )
-from megatron.conversion.model_space.pieces import LocalParameter, ReadFlat, StoredPiece, region_of_flat
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, norm_key, rank_parameters
+from megatron.conversion.model_space.pieces import ReadFlat, region_of_flat
 from megatron.conversion.model_space.source import (
+    COMMON,
     OPTIMIZER_STATES,
+    WORD_EMBEDDINGS,
     Progress,
     Shape,
     Source,
@@ -61,6 +72,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
+from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.format.schema import COUNT, SHAPE, mapping, number, optional, record
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
@@ -69,6 +81,7 @@ _NAMES = {"fp32_param": "param"}  # of states, where they differ
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
+Buckets = dict[tuple[int, int, int, int, str], str]  # optimizer, rank, chunk, number, state -> key
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
 _ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
 _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
@@ -81,6 +94,18 @@ def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict
     return reader.read_object(_COMMON_STATE) if not common and _COMMON_STATE in reader.metadata.objects else common
 
 
+def open_torch_dist(directory: Path, hints: Hints) -> Source:
+    """What a run here saved is presented as it is, if that is asked for, and all else in model space."""
+    if hints.as_saved:
+        common = COMMON(load_common(directory, verify=hints.verify), str(directory / COMMON_FILE))
+        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
+            run = RunCheckpoint(directory, common, hints.verify)
+            # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
+            if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
+                return run
+    return TorchDistSource(directory, hints)
+
+
 def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
     """The state of every rank's random generators, read when it is asked for."""
     return {key: partial(reader.read_object, key) for key in reader.metadata.objects if key.startswith("rng_state/")}
@@ -88,11 +113,11 @@ def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
 
 class TorchDistSource:
     """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of Megatron-LM's forms:
-    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed. Without
-    `optimizer` its state is passed over, whatever it is.
+    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
     """
 
-    def __init__(self, directory: Path, optimizer: bool = True, verify: bool = False) -> None:
+    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
+        optimizer, verify = (hints.optimizer, hints.verify) if hints is not None else (True, False)
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
@@ -102,28 +127,34 @@ class TorchDistSource:
                 "is not read here: save that run with --ckpt-format torch_dist"
             )
         common = stored_common(self._reader, directory, verify)
-        if "args" not in common and is_bridge(directory):
+        if "args" not in common and (directory / RUN_CONFIG).is_file():
             common = bridge_common(directory, common)
         self.args = arguments(common, str(directory))
         self.unused: list[str] = []
-        self._table = CheckedTable(self.description)
+        self._table = PieceTable(self.description)
         self._num_layers = int(self.args["num_layers"])
         self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
         if optimizer:
-            refuse_unknown_optimizer(self.args, _states(stored.tensors), self.description)
-        wanted = [key for key in stored.tensors if optimizer or not key.startswith(("optimizer.", "chained_"))]
-        buckets = {_bucket_of(key): key for key in wanted if _BUCKET.fullmatch(key)}
-        for key in wanted:
-            if not _BUCKET.fullmatch(key):
+            states = [match[5] for match in map(_BUCKET.fullmatch, stored.tensors) if match]
+            states += [_NAMES.get(match[1], match[1]) for match in map(_STATE.fullmatch, stored.tensors) if match]
+            refuse_unknown_optimizer(self.args, states, self.description)
+        buckets: Buckets = {}
+        for key in stored.tensors:
+            if optimizer and (match := _BUCKET.fullmatch(key)):
+                place = (int(match[1] or 0), int(match[2]), int(match[3]), int(match[4]), match[5])
+                buckets[place] = key
+            elif optimizer or not key.startswith(("optimizer.", "chained_")):
                 self._add(key)
         # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
-        self.config = stored_model(self.args, rows, self.description)
+        self.config = model_config(self.args, rows, self.description)
         groups = param_groups(common.get("optimizer")) if optimizer else None
         if buckets:
             self._add_buckets(buckets)
-            groups = groups or self._groups_of_buckets()
+            name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+            keys = [key for key in (name, f"chained_0.{name}") if key in stored.objects]
+            groups = groups or (param_groups(self._reader.read_object(keys[0])) if keys else None)
         self._table.complete()
         self.training: TrainingState | None = training_state(common, self.args, groups)
         self.training.rng = _generators(self._reader)
@@ -151,8 +182,8 @@ class TorchDistSource:
             target = optimizer_key(state, own) if state else own
             if original is None:
                 shape = stored.shape[len(lead) :]
-                piece = StoredPiece((0,) * len(shape), shape, self._region(key, lead))
-                self._table.add(target, TensorInfo(shape, stored.dtype), piece)
+                info = TensorInfo(shape, stored.dtype)
+                self._table.add(target, info, (0,) * len(shape), shape, self._region(key, lead))
             else:
                 self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
 
@@ -177,51 +208,40 @@ class TorchDistSource:
         for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
-            self._table.add(target, TensorInfo(shape, stored.dtype), StoredPiece(offset, extent, region))
+            self._table.add(target, TensorInfo(shape, stored.dtype), offset, extent, region)
 
-    def _add_buckets(self, buckets: dict[tuple[int, int, int, int, str], str]) -> None:
+    def _add_buckets(self, buckets: Buckets) -> None:
         """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
         layout = Layout.from_args(self.args)
         apart = layout.parallel.ep_size > 1  # experts have an optimizer of their own
-        for group, (tp, pp) in enumerate(layout.ranks):
-            where = f"{self.description}, tensor-parallel rank {tp}, pipeline rank {pp}"
-            for chunk, parameters in enumerate(rank_parameters(self.config, layout, tp, pp)):
-                parameters = in_modules(parameters, self.args, tp)
-                dense = [p for p in parameters if p.info.trained and not (apart and p.info.expert)]
-                self._add_chunk(buckets, (0, group, chunk), dense, where)
-        for group, (etp, ep, pp) in enumerate(layout.expert_ranks if apart else ()):
-            where = f"{self.description}, expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {pp}"
-            for chunk, parameters in enumerate(rank_parameters(self.config, layout, 0, pp, expert_rank=(etp, ep))):
-                self._add_chunk(buckets, (1, group, chunk), [p for p in parameters if p.info.expert], where)
+        ranks: list[tuple[int, int, MegatronRank]] = []  # optimizer, its place among those, rank
+        ranks += [(0, place, MegatronRank(*rank)) for place, rank in enumerate(layout.ranks)]
+        # Every rank of the experts' grid but their replicas, ETP fastest.
+        sizes = (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size)
+        grid = itertools.product(*map(range, sizes)) if apart else ()
+        ranks += [(1, place, MegatronRank(0, pp, (etp, ep))) for place, (pp, ep, etp) in enumerate(grid)]
+        for optimizer, place, rank in ranks:
+            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args)
+            for chunk, parameters in enumerate(by_optimizer(chunks, apart)[optimizer]):
+                if parameters:
+                    self._add_chunk(buckets, (optimizer, place, chunk), parameters, f"{self.description}, {rank}")
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
-        self,
-        buckets: dict[tuple[int, int, int, int, str], str],
-        place: tuple[int, int, int],
-        parameters: list[LocalParameter],
-        where: str,
+        self, buckets: Buckets, place: tuple[int, int, int], parameters: Sequence[LocalParameter], where: str
     ) -> None:
-        """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, group, chunk)."""
-        if not parameters:
-            return
+        """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, rank, chunk)."""
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
             # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.
             while (*place, len(keys), state) in buckets:
                 keys.append(buckets.pop((*place, len(keys), state)))
-            self._add_buffer(state, keys, parameters, where)
-
-    def _add_buffer(self, state: str, keys: Sequence[str], parameters: Sequence[LocalParameter], where: str) -> None:
-        """One state of one chunk: `keys` are its buckets."""
-        stored = [self._reader.metadata.tensors[key] for key in keys]
-        if any(len(entry.shape) != 1 for entry in stored):
-            raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
-        for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
-            info = TensorInfo(parameter.global_shape, stored[bucket].dtype)
-            for box in parameter.boxes:
-                region = region_of_flat(self._flat_reader(keys[bucket], ()), start + box.start, box.shape)
-                self._table.add(optimizer_key(state, parameter.key), info, StoredPiece(box.offset, box.shape, region))
+            stored = [self._reader.metadata.tensors[key] for key in keys]
+            if any(len(entry.shape) != 1 for entry in stored):
+                raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
+            for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
+                key, flat = optimizer_key(state, parameter.key), self._flat_reader(keys[bucket], ())
+                self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
         """Elements of the stored tensor along its last axis, at `place` on the others."""
@@ -231,45 +251,18 @@ class TorchDistSource:
 
         return read
 
-    def _groups_of_buckets(self) -> list[dict[str, Any]] | None:
-        name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
-        keys = [key for key in (name, f"chained_0.{name}") if key in self._reader.metadata.objects]
-        return param_groups(self._reader.read_object(keys[0])) if keys else None
-
     def _check_model(self, directory: Path) -> None:
         """The arguments describe exactly the weights that are there."""
         wanted = model_tensors(self.config)
         check_parameters(self.tensors, wanted, str(directory))
         known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
         self.unused += sorted(set(self.tensors) - known)
-        self.unused += sorted(key for key in self._reader.metadata.objects if not _is_known_object(key))
+        # Objects that carry nothing to convert, or that are read elsewhere.
+        read = ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
+        objects = [key for key in self._reader.metadata.objects if not is_extra_state(key) and not key.startswith(read)]
+        self.unused += sorted(objects)
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
         check_optimizer_complete(self.tensors, str(directory))
-
-
-def _bucket_of(key: str) -> tuple[int, int, int, int, str]:
-    """Optimizer, rank, chunk and number of a bucket, and which state it holds."""
-    match = _BUCKET.fullmatch(key)
-    assert match is not None
-    return int(match[1] or 0), int(match[2]), int(match[3]), int(match[4]), match[5]
-
-
-def _states(keys: Iterable[str]) -> set[str]:
-    """Names of the optimizer states among stored keys."""
-    found: set[str] = set()
-    for key in keys:
-        if match := _BUCKET.fullmatch(key):
-            found.add(match[5])
-        elif match := _STATE.fullmatch(key):
-            found.add(_NAMES.get(match[1], match[1]))
-    return found
-
-
-def _is_known_object(key: str) -> bool:
-    """Objects that carry nothing to convert, or that are read elsewhere."""
-    return is_extra_state(key) or key.startswith(
-        ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
-    )
 
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
@@ -279,7 +272,7 @@ _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": C
 class RunCheckpoint:
     """A torch_dist directory that a run of this program saved: its keys are model space, whatever the model is.
 
-    `common` is the content of its common.pt. With `verify` all that is read is compared with the checksums.
+    `common` is the content of its common.pt.
     """
 
     def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = False) -> None:
@@ -378,7 +371,7 @@ def _common(source: Source) -> dict[str, Any]:
     """`common.pt` of a checkpoint with the arguments and the training state of `source`."""
     training = source.training
     weights = source.tensors[WORD_EMBEDDINGS]
-    config = dataclasses.asdict(stored_model(source.args, weights.shape[0], source.description))
+    config = dataclasses.asdict(model_config(source.args, weights.shape[0], source.description))
     # Defaults first, then the model, then what the source says: None in the source must not hide a default.
     told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
     del config["transformer_impl"]  # nothing is computed here

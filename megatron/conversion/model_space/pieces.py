@@ -1,23 +1,28 @@
-"""Global tensors that lie in pieces of files: a box put together from them, and a tensor taken apart into them."""
+"""Tensors in files: which rows and regions of them lie where, and how several formats write them.
+
+A row map lists runs of rows in the order of the model. Of two query groups with q, k and v in a tensor each, the model
+has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate above up is a run from each of two tensors,
+or, where their rows alternate in one, two runs of every second row; a tensor as it is has one run. Columns are never
+moved, so a box of rows and columns needs these rows alone. One description is read in both directions.
+"""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
-from megatron.core.dist_checkpointing import CheckpointError, safe_open
-from megatron.core.dist_checkpointing.boxes import Runs, byte_runs, cut_rows, narrow, overlap
+from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
-from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.dist_checkpointing.mapping import Runs, byte_runs, cut_rows, narrow, overlap
 from megatron.core.durable_files import naming
+
+if TYPE_CHECKING:
+    from megatron.conversion.model_space.source import Progress, Source
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
@@ -26,77 +31,98 @@ _BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
-class StoredPiece(NamedTuple):
-    """The box at `offset` of extent `shape`; `read` gives any region of it."""
+class RowRun(NamedTuple):
+    """`rows` rows from row `start` of stored tensor number `source`, each `step` rows after the one before."""
 
-    offset: Shape
-    shape: Shape
-    read: ReadRegion
-
-
-@dataclass(frozen=True)
-class LocalBox:
-    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
-
-    offset: Shape
-    shape: Shape
+    source: int
     start: int
+    rows: int
+    step: int = 1
+
+    @property
+    def places(self) -> slice:
+        return slice(self.start, self.start + (self.rows - 1) * self.step + 1, self.step)
 
 
-@dataclass(frozen=True)
-class LocalParameter(ParamSpec):
-    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
-
-    key: str
-    global_shape: Shape
-    boxes: tuple[LocalBox, ...]
+RowMap = tuple[RowRun, ...]
 
 
-class PieceTable:
-    """Pieces by key; where several hold the same elements the first is read."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, TensorInfo] = {}
-        self.pieces: dict[str, dict[tuple[Shape, Shape], StoredPiece]] = {}  # by key, then by box
-
-    def add(self, key: str, info: TensorInfo, piece: StoredPiece) -> None:
-        """Raises ValueError when pieces disagree about the tensor."""
-        known = self.tensors.setdefault(key, info)
-        if known != info:
-            raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
-        self.pieces.setdefault(key, {}).setdefault((piece.offset, piece.shape), piece)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element."""
-        return paste(list(self.pieces[key].values()), offset, shape, self.tensors[key].dtype, key)
+def as_is(rows: int) -> RowMap:
+    return stacked(rows, 1)
 
 
-def paste(pieces: Sequence[StoredPiece], offset: Shape, shape: Shape, dtype: torch.dtype, key: str) -> torch.Tensor:
-    """The box at `offset` of extent `shape`, from disjoint pieces."""
-    whole: torch.Tensor | None = None
-    found = 0
-    for piece in pieces:
-        common = overlap((piece.offset, piece.shape), (offset, shape))
-        if common is None:
-            continue
-        part = piece.read(common.in_first, common.shape)
-        # Most boxes lie within one piece, and need no copy.
-        if common.shape == shape:
-            return part
-        if whole is None:
-            whole = torch.empty(shape, dtype=dtype)
-        narrow(whole, common.in_second, common.shape).copy_(part)
-        found += part.numel()
-    if found != math.prod(shape):
-        raise ValueError(
-            f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
-        )
-    return torch.empty(shape, dtype=dtype) if whole is None else whole
+def stacked(rows: int, count: int) -> RowMap:
+    """`count` stored tensors of `rows` rows each, one above the other."""
+    return tuple(RowRun(source, 0, rows) for source in range(count))
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: equal where NaNs are the same NaNs, and zeros have the same sign."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def alternating(rows: int, count: int) -> RowMap:
+    """One stored tensor of `count * rows` rows, of which every `count`-th ones are one above the other in the model."""
+    return tuple(RowRun(0, start, rows, count) for start in range(count))
+
+
+def qkv_apart(heads: int, groups: int, head_dim: int) -> RowMap:
+    """Stored q, k and v; per group of the model: its query heads, its key, its value."""
+    each = (heads // groups * head_dim, head_dim, head_dim)
+    return tuple(RowRun(source, group * rows, rows) for group in range(groups) for source, rows in enumerate(each))
+
+
+def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
+    """One stored tensor of `blocks` blocks, each [q; k; v] of its share of the groups.
+
+    One block: the fused projection of GPT-2. TP blocks: what Megatron-DeepSpeed writes since December 2024.
+    """
+    if groups % blocks:
+        raise ValueError(f"{groups} query groups do not divide into {blocks} blocks of q, k and v")
+    each, share = (heads // groups * head_dim, head_dim, head_dim), groups // blocks
+    runs = []
+    for group in range(groups):
+        block, number = divmod(group, share)
+        start = block * share * sum(each)
+        for rows in each:
+            runs.append(RowRun(0, start + number * rows, rows))
+            start += share * rows
+    return tuple(runs)
+
+
+def stored_rows(row_map: RowMap) -> list[int]:
+    """Number of rows of every stored tensor."""
+    rows = [0] * (1 + max(run.source for run in row_map))
+    for run in row_map:
+        rows[run.source] += run.rows
+    return rows
+
+
+def cut(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
+    """The runs that hold the model rows `[start, stop)`, in the order of the model."""
+    begin = 0
+    for run in row_map:
+        first, last = max(start - begin, 0), min(stop - begin, run.rows)
+        if first < last:
+            yield RowRun(run.source, run.start + first * run.step, last - first, run.step)
+        begin += run.rows
+
+
+def unpack_rows(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
+    """Model rows `[start, stop)`; `read(source, first, count)` gives stored rows."""
+    runs = list(cut(row_map, start, stop))
+    pieces = [read(run.source, run.start, run.places.stop - run.start)[:: run.step] for run in runs]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
+    """Stored tensor number `source`, from the whole model-space tensor: the inverse of `unpack_rows`."""
+    stored = model.new_empty(stored_rows(row_map)[source], *model.shape[1:])
+    for run, piece in zip(row_map, model.split([run.rows for run in row_map]), strict=True):
+        if run.source == source:
+            stored[run.places] = piece
+    return stored
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal, where NaNs must be the same NaNs, and zeros have the same sign."""
+    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(one, other)
 
 
 def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:

@@ -22,44 +22,31 @@ from typing import Any, Protocol
 import torch
 
 from megatron.core.dist_checkpointing import FileTensor
+from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    Check,
-    anything,
-    boolean,
-    integer,
-    mapping,
-    number,
-    optional,
-    plausible,
-    record,
-    refuse,
-    sequence,
-    text,
-)
+from megatron.core.dist_checkpointing.format.schema import COUNT, Check, anything, optional, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-LAYERS = plausible("LAYERS", 10_000)
-SIZE = plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
-RANKS = plausible("RANKS", 100_000)  # of an axis, or a layout
+LAYERS = schema.plausible("LAYERS", 10_000)
+SIZE = schema.plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
+RANKS = schema.plausible("RANKS", 100_000)  # of an axis, or a layout
 
 
 def scalar(value: Any, where: str) -> Any:
     """A number, or the tensor of one."""
     if isinstance(value, torch.Tensor | FileTensor) and value.numel() == 1:
         return value
-    return number()(value, where)
+    return schema.number()(value, where)
 
 
 def simple(value: Any, where: str) -> Any:
     """None, true or false, a number, a text."""
     if value is None or type(value) is bool:
         return value
-    return text()(value, where) if type(value) is str else number()(value, where)
+    return text()(value, where) if type(value) is str else schema.number()(value, where)
 
 
-_OF_TYPE: dict[Any, Check] = {int: SIZE, float: number(-1e15, 1e15), bool: boolean, str: text(256)}
+_OF_TYPE: dict[Any, Check] = {int: SIZE, float: schema.number(-1e15, 1e15), bool: schema.boolean, str: text(256)}
 
 
 def _check_of(kind: Any) -> Check:
@@ -67,7 +54,7 @@ def _check_of(kind: Any) -> Check:
     if kind in _OF_TYPE:
         return optional(_OF_TYPE[kind])
     if typing.get_origin(kind) is tuple:
-        return optional(sequence(integer(-1, 2**31 - 1), 2, least=2))
+        return optional(sequence(schema.integer(-1, 2**31 - 1), 2, least=2))
     arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
     if typing.get_origin(kind) is list or len(arms) > 1:
         one = _check_of(arms[0])  # Megatron-LM stores one value where a list has one
@@ -77,7 +64,7 @@ def _check_of(kind: Any) -> Check:
 
 MODEL_ARGUMENTS = {name: _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()} | {
     "num_layers": optional(LAYERS),
-    "rotary_base": optional(number(1, 1e15)),
+    "rotary_base": optional(schema.number(1, 1e15)),
 }
 
 
@@ -99,21 +86,15 @@ _RUN: dict[str, Check] = {
     **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
     **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"),
     **_fields(text(8), "tiktoken_pattern"),
-    **_fields(boolean, "legacy_tokenizer"),
+    **_fields(schema.boolean, "legacy_tokenizer"),
 }
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
-
-
-def flag_name(argument: str) -> str:
-    """The command-line spelling of an argument, for messages."""
-    names = TransformerConfig.__dataclass_fields__[argument].metadata["flags"] if argument in MODEL_ARGUMENTS else ()
-    return names[0] if names else "--" + argument.replace("_", "-")
 
 
 PARAM_GROUP = record(
     {
         **_fields(scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
-        "betas?": optional(sequence(number(), 2, least=2)),
+        "betas?": optional(sequence(schema.number(), 2, least=2)),
         "params?": sequence(anything),
     }
 )
@@ -121,7 +102,7 @@ GRAD_SCALER = record({"scale?": scalar, "growth_tracker?": scalar, "hysteresis_t
 
 
 def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the others)
-    mapping(simple)(value, where)
+    schema.mapping(simple)(value, where)
     return record({"num_steps?": COUNT})(value, where)
 
 
@@ -131,21 +112,17 @@ def _optimizer(value: Any, where: str) -> Any:
     if not several:
         return _OPTIMIZER(value, where)
     if isinstance(value, dict):
-        mapping(anything, keys=integer(0, 63))(value, where)
+        schema.mapping(anything, keys=schema.integer(0, 63))(value, where)
     sequence(_OPTIMIZER, 64, least=1)(list(value.values()) if isinstance(value, dict) else value, where)
     return value
 
 
-def _inner(value: Any, where: str) -> Any:
-    return _OPTIMIZER(value, where)
-
-
-_OPTIMIZER = record(
+_OPTIMIZER: Check = record(
     {
         "param_groups?": sequence(PARAM_GROUP),
-        "optimizer?": optional(_inner),
+        "optimizer?": optional(lambda value, where: _OPTIMIZER(value, where)),
         "grad_scaler?": optional(GRAD_SCALER),
-        "state?": mapping(anything, keys=anything),
+        "state?": schema.mapping(anything, keys=anything),
     }
 )
 TRAINING_STATE = record(
@@ -153,11 +130,11 @@ TRAINING_STATE = record(
         "iteration?": COUNT,
         "consumed_train_samples?": COUNT,
         "consumed_valid_samples?": COUNT,
-        "num_floating_point_operations_so_far?": number(0),
+        "num_floating_point_operations_so_far?": schema.number(0),
         "param_groups?": optional(sequence(PARAM_GROUP)),
         "scheduler?": optional(SCHEDULER),
         "grad_scaler?": optional(GRAD_SCALER),
-        "rng?": mapping(anything),
+        "rng?": schema.mapping(anything),
     },
     closed=True,
 )
@@ -165,7 +142,7 @@ TRAINING_STATE = record(
 
 def namespace(value: Any, where: str) -> Any:
     if not isinstance(value, argparse.Namespace):
-        refuse(where, value, "the arguments of a run (a Namespace)")
+        schema.refuse(where, value, "the arguments of a run (a Namespace)")
     # Enums of other projects are for the reader that knows them; what it makes of them is checked in `model_config`.
     ARGUMENTS({name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}, where)
     return value
@@ -175,10 +152,10 @@ def namespace(value: Any, where: str) -> Any:
 COMMON = record(
     {
         "args?": namespace,
-        "checkpoint_version?": number(0),
+        "checkpoint_version?": schema.number(0),
         "iteration?": COUNT,
-        "num_floating_point_operations_so_far?": number(0),
-        "content_metadata?": optional(mapping(anything)),
+        "num_floating_point_operations_so_far?": schema.number(0),
+        "content_metadata?": optional(schema.mapping(anything)),
         "optimizer?": optional(_optimizer),
         "opt_param_scheduler?": optional(SCHEDULER),
     }
@@ -186,6 +163,31 @@ COMMON = record(
 
 Shape = tuple[int, ...]
 
+
+def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are plain data, as files of other programs can hold them."""
+    return {name: value for name, value in args.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def refuse_other_models(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raises ValueError that names every argument with which a run was of another kind of model than ours.
+
+    `known` has the values of our models: compared with ==, 0, 0.0 and False are one. A missing argument is fine.
+    """
+    wrong = [f"{name} = {schema.shown(args[name])}" for name in known if name in args and args[name] not in known[name]]
+    if wrong:
+        raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
+
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
 SGD = ("param", "momentum_buffer")
 OPTIMIZER_STATES = (*ADAM, "momentum_buffer")

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_import import lazy_names
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.boxes import Shape, flat_range_boxes
     from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
     from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
     from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
     from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
-    from megatron.core.dist_checkpointing.format.torch_zip import FileTensor, in_memory
-    from megatron.core.dist_checkpointing.format.unpickler import load_common, safe_load, safe_open
+    from megatron.core.dist_checkpointing.format.torch_load import (
+        FileTensor,
+        in_memory,
+        load_common,
+        safe_load,
+        safe_open,
+    )
     from megatron.core.dist_checkpointing.generation import (
         Generation,
         Lineage,
@@ -27,7 +31,14 @@ if TYPE_CHECKING:
     )
     from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
     from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-    from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedStateDict, ShardedTensor, map_keys
+    from megatron.core.dist_checkpointing.mapping import (
+        Box,
+        Shape,
+        ShardedObject,
+        ShardedStateDict,
+        ShardedTensor,
+        flat_range_boxes,
+    )
     from megatron.core.dist_checkpointing.saving.conductor import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation
     from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, Drainer, save, staging_for_waiting

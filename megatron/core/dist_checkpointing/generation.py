@@ -205,12 +205,12 @@ class Lineage(NamedTuple):
 
 def read_lineage(directory: Path) -> Lineage:
     """That of the checkpoint `iter_<n>` in `directory`; one without an intact `lineage.json` is of generation 0."""
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         pairs = read_json(directory / LINEAGE)["branch"]
-        branch = tuple((int(generation), int(iteration)) for generation, iteration in pairs)
-        return Lineage(branch[:]) if branch else _of_number(directory)
-    except (OSError, ValueError, TypeError, KeyError):
-        return _of_number(directory)
+        if branch := tuple((int(generation), int(iteration)) for generation, iteration in pairs):
+            return Lineage(branch)
+    digits = directory.name.removeprefix("iter_")
+    return Lineage(((0, int(digits) if digits.isdigit() else 0),))
 
 
 def read_parent(directory: Path) -> int | None:
@@ -220,11 +220,6 @@ def read_parent(directory: Path) -> int | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return parent if type(parent) is int else None
-
-
-def _of_number(directory: Path) -> Lineage:
-    digits = directory.name.removeprefix("iter_")
-    return Lineage(((0, int(digits) if digits.isdigit() else 0),))
 
 
 def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list[int]:

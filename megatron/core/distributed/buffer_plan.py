@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.boxes import Shape
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.module import ParamInfo
 from megatron.core.utils import round_up
 

@@ -313,6 +313,13 @@ def deciding_fields(*what: str) -> list[dataclasses.Field[Any]]:
     return [field for field in fields if not what or field.metadata["decides"] in what]
 
 
+def flag_name(argument: str) -> str:
+    """The command-line spelling of an argument, for messages."""
+    field = TransformerConfig.__dataclass_fields__.get(argument)
+    names = field.metadata["flags"] if field is not None else ()
+    return names[0] if names else "--" + argument.replace("_", "-")
+
+
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     """Whether a model with these values depends on `field`: the rotary base counts only with rotary positions."""
     has_experts, freq = (values.get("num_experts") or 0) > 1, values.get("moe_layer_freq", 1)

@@ -10,40 +10,45 @@ name.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import random
 import socket
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import extra_states, in_chain
+from megatron.conversion.megatron_lm.args import extra_states, in_chain, initial_cuda_state, with_asked_for
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Progress
 from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
+from megatron.core.dist_checkpointing.format.schema import integer
 from megatron.core.dist_checkpointing.local_tier import LocalTier
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
-from megatron.core.tensor_parallel import padded_vocab_size
-from megatron.training.checkpoint.args import make_namespace
-from megatron.training.checkpoint.objects import fp8_state, get_rng_state, megatron_rng_state, rng_key
-from megatron.training.checkpoint.retention import VALIDATION_LOSS
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng, padded_vocab_size
+from megatron.core.transformer.layer_spec import Quantized
+from megatron.training.checkpoint.saver import VALIDATION_LOSS
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
@@ -112,6 +117,15 @@ def common_state(run: Run) -> dict[str, Any]:
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
     return common
+
+
+def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
+    """All options and what follows from them, with Megatron-LM's attribute names, so that its tools and other readers
+    find what they know."""
+    args = {**with_asked_for(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
+    if flags["null_tokenizer_eod_id"] is None:
+        del args["null_tokenizer_eod_id"]  # None would be the last token of --vocab-size: see `stored_args`
+    return argparse.Namespace(**args)
 
 
 def convert_in_place(config: Config) -> Rewrite:
@@ -260,3 +274,113 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
             f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not visible on "
             f"{where}. Give a directory on a file system that all nodes share"
         )
+
+
+# What of a run is no tensor in model space: random number generators, and the scales of fp8.
+#
+# At the same layout a run continues with the same numbers, bit by bit. Another layout has other generators: every rank
+# is then seeded anew as a function of seed, iteration and place, so that such a run, too, can be repeated. Scales of
+# fp8 stand under Megatron-core's keys of extra states, as tensors that no code is needed to read; where recipe or place
+# differ they start anew, which costs a few steps of precision.
+
+_TRACKER_STATE = "model-parallel-rng"
+
+
+def rng_key(ps: ParallelState) -> str:
+    """The key of this rank's state in a checkpoint: its place and the layout, as (pp, tp, dp x cp)."""
+    place = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp_cp.rank}"
+    return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp_cp.size}"
+
+
+def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
+    """All generators of this process, in Megatron-LM's form."""
+    algorithm, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *rest),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "rng_tracker_states": {_TRACKER_STATE: rng.get_state()},
+    }
+
+
+def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
+    """`ours` as Megatron-LM can restore it: it insists on CUDA generators. Without a GPU they are those of the seed."""
+    state = initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
+    state |= {name: ours[name] for name in ("random_rng_state", "np_rng_state", "torch_rng_state")}
+    if ours["cuda_rng_state"] is not None:
+        state["cuda_rng_state"] = ours["cuda_rng_state"]
+        state["rng_tracker_states"] |= ours["rng_tracker_states"]
+    return [state]
+
+
+def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
+    """Restore the generators of this process; returns which of them do not fit and stay as they are.
+
+    Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises CheckpointError for a state
+    that a generator refuses.
+    """
+    unfit = []
+    try:
+        # The one thing that nobody checks: numpy would read outside of its memory.
+        integer(0, 624)(state["np_rng_state"][2], "np_rng_state[2]")
+        version, words, gauss = state["random_rng_state"]
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(tuple(state["np_rng_state"]))
+        torch.set_rng_state(state["torch_rng_state"])
+        cuda = state["cuda_rng_state"]
+        if (cuda is not None) != torch.cuda.is_available():
+            unfit.append("of CUDA")
+        elif cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        tracker = state["rng_tracker_states"].get(_TRACKER_STATE)
+        if tracker is None or tracker.numel() != rng.get_state().numel():
+            unfit.append("of the tensor-parallel regions")
+        else:
+            rng.set_state(tracker)
+    except Exception as error:  # Python, numpy and torch check what they are given, each with errors of its own
+        raise CheckpointError(f"the state of the random number generators cannot be restored: {error}") from error
+    return unfit
+
+
+def fp8_state(run: Run, model: ShardedStateDict) -> dict[str, ShardedObject]:
+    """What of the run's modules is to be stored; every rank of a stage has the same, but for the experts of others."""
+    scales = {key: module.scales() for key, module in _quantized(run, model).items()}
+    return {key: ShardedObject(key, state) for key, state in scales.items() if state is not None}
+
+
+def fp8_state_to_load(run: Run, model: ShardedStateDict, stored: Collection[str]) -> dict[str, ShardedObject]:
+    """What to ask a checkpoint with these objects for."""
+    if run.config.model.fp8 is None:
+        return {}
+    return {key: ShardedObject(key, None) for key in _quantized(run, model) if key in stored}
+
+
+def restore_fp8_state(
+    run: Run, model: ShardedStateDict, objects: Mapping[str, Any], source_args: Mapping[str, Any]
+) -> None:
+    """Take what fits, and say in one line what does not."""
+    config, modules = run.config.model, _quantized(run, model)
+    restored = [
+        isinstance(objects.get(key), dict) and module.restore_scales(objects[key], config)
+        for key, module in modules.items()
+    ]
+    if any(restored):
+        run.optimizer.requantize()
+    if source_args.get("fp8") and not any(restored):
+        now = f"of --fp8-recipe {config.fp8_recipe}" if config.fp8 is not None else "without fp8"
+        logger.info(f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another layout")
+
+
+def _quantized(run: Run, model: ShardedStateDict) -> dict[str, Quantized]:
+    """The modules by the keys of their state, which follow from those of their weights."""
+    keys = {id(entry.local): key for key, entry in model.items() if isinstance(entry, ShardedTensor)}
+    found: dict[str, Quantized] = {}
+    for chunk in run.chunks:
+        for module in chunk.modules():
+            if isinstance(module, Quantized):
+                key = keys[id(module.weight)]
+                ep = run.ps.ep if ".experts." in key else None
+                place = f"{ep.rank}_{ep.size}" if ep is not None else "0_1"
+                found[f"{key.removesuffix('weight')}_extra_state/shard_{place}"] = module
+    return found

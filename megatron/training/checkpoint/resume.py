@@ -5,27 +5,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.convert import load_from_source, open_found
-from megatron.conversion.find_checkpoint import Found, NoCheckpointError, find_checkpoint
-from megatron.conversion.formats import Hints, is_extra_state
+from megatron.conversion.formats import Found, Hints, NoCheckpointError, find_checkpoint, is_extra_state
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, TrainingState
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import HeldCheckpoint, SpreadCheckpoint, find_held
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
 from megatron.core.optimizer import OptimizerConfig
-from megatron.training.checkpoint.args import check_same_model, stored_args
-from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.checkpoint.objects import fp8_state_to_load, restore_fp8_state, rng_key, set_rng_state
+from megatron.core.transformer.transformer_config import deciding_fields, is_used
+from megatron.training.checkpoint.checkpointing import (
+    fp8_state_to_load,
+    model_state,
+    restore_fp8_state,
+    rng_key,
+    set_rng_state,
+)
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config, stored_args
 from megatron.training.launch import seed_everything
 from megatron.training.run import Run, TrainState
 
@@ -238,6 +241,25 @@ def _load(run: Run, start: Start) -> None:
     what = "weights and optimizer" if with_optimizer else "weights"
     seconds = run.loading_seconds = time.perf_counter() - began
     logger.info(f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s")
+
+
+def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
+    """Warnings about other mathematics; ValueError that names every argument by which the shape differs."""
+    flags = stored_args(flags)
+
+    def differing(what: str) -> list[str]:
+        names = [field.name for field in deciding_fields(what) if field.name in stored and is_used(field, flags)]
+        pairs = {name: (stored[name], flags[name]) for name in names}
+        return [f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in pairs.items() if old != new]
+
+    wrong = differing("shapes")
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise ValueError(
+            f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
+            "--use-checkpoint-args"
+        )
+    return [f"{source} was trained with other mathematics: {line}" for line in differing("mathematics")]
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:

@@ -1,15 +1,22 @@
-"""Writes the checkpoints of a run: while training waits, or behind it with --async-save."""
+"""Writes the checkpoints of a run, while training waits or behind it with --async-save, and removes old ones.
+
+Nothing is removed before its successor is durable and the tracker names it. A removal is a rename into the generation
+of the run, made durable, and only then the files are removed: whenever the machine stops, what has the name of a
+checkpoint is whole.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.find_checkpoint import iteration_directory, iteration_of
+from megatron.conversion.formats import FORMATS, iteration_directory, iteration_of, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Drainer,
@@ -17,20 +24,24 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     SaveHandle,
     SaveReport,
+    is_complete,
+    load_common,
     read_lineage,
     staging_for_waiting,
     write_tracker,
 )
+from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.conductor import Conductor
-from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention, RetentionPolicy
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.reporting import console
+from megatron.training.reporting.logging import report_line
 
 logger = logging.getLogger(__name__)
+
+VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
 
 
 class SaveFailedError(ValueError):
@@ -62,7 +73,6 @@ class CheckpointSaver:
         self._local: SaveReport | None = None  # of the last local save
         self._to_drain: SaveReport | None = None  # of the last local save that was for --save, too
         self._loaded_locally: str | None = None
-        self._policy = RetentionPolicy(config.keep_last_n, config.save_retain_interval, config.keep_best_n)
         self._generation: Generation | None = None
         self._retention: Retention | None = None
         self._start: Lineage | None = None  # of the checkpoint that this start continues from
@@ -78,7 +88,7 @@ class CheckpointSaver:
         """Save to the directory of `generation` as its owner, and to the disks of the nodes with a `tier`."""
         self._generation, self._tier = generation, tier
         if generation is not None:
-            self._retention = Retention(self._policy, generation)
+            self._retention = Retention(self._config, generation)
 
     def continue_from(self, loaded: Path, locally: bool = False) -> None:
         """Record `loaded` as the parent of the checkpoints to come, if it lies in the directory they are saved to, or
@@ -131,10 +141,7 @@ class CheckpointSaver:
             self._drainer.drain(local, directory, **commit)
             self._to_drain = local.report
         else:
-            self._saver = self._saver or self._make_saver()
-            waited = time.perf_counter() - since
-            handle = self._saver.save(state, directory, common=common, rewrite=rewrite, **commit)
-            handle.report.blocking += waited
+            self._begin(state, directory, since, common=common, rewrite=rewrite, **commit)
         self._begun()
 
     def save_locally(self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float) -> None:
@@ -153,18 +160,24 @@ class CheckpointSaver:
         self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
-        self._saver = self._saver or self._make_saver()
         self._nodes = self._nodes or LocalSaver(self._tier, self._generation, self._loaded_locally)
-        waited = time.perf_counter() - since
-        handle = self._saver.save(
+        handle = self._begin(
             state,
             self._tier.root,
+            since,
             common=common,
             pending=partial(self._nodes.checkpoint, iteration),
             beside={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
         )
-        handle.report.blocking += waited
         self._local = handle.report
+        return handle
+
+    def _begin(self, state: ShardedStateDict, directory: Path, since: float, **what: Any) -> SaveHandle:
+        """Training has waited since `since`."""
+        self._saver = self._saver or self._make_saver()
+        waited = time.perf_counter() - since
+        handle = self._saver.save(state, directory, **what)
+        handle.report.blocking += waited
         return handle
 
     def _begun(self) -> None:
@@ -286,7 +299,7 @@ class CheckpointSaver:
         if not locally:
             self.expected_seconds = report.total
             self._parent, self._last_failure = iteration, None
-        console.report(  # in Megatron-LM's words, which other programs wait for
+        report_line(  # in Megatron-LM's words, which other programs wait for
             f"  successfully saved {'local ' if locally else ''}checkpoint from iteration {iteration:7d} to "
             f"{report.directory.parent}",
             event="local-save" if locally else "save",
@@ -321,3 +334,87 @@ def scalars(report: SaveReport) -> dict[str, float]:
         "save-gigabytes": report.total_bytes / 1e9,
         "save-gigabytes-per-second": report.gb_per_second,
     }
+
+
+def to_delete(saved: Collection[int], newest: int, rules: CheckpointConfig, losses: Mapping[int, float]) -> list[int]:
+    """The iterations of `saved`, all of one branch, that no rule keeps, in order; `newest` was just committed."""
+    if not rules.removes_checkpoints:
+        return []
+    present = sorted({*saved, newest})
+    kept = set(present[-(rules.keep_last_n or 1) :])
+    if rules.save_retain_interval is not None:
+        kept |= {iteration for iteration in present if iteration % rules.save_retain_interval == 0}
+    if rules.keep_best_n is not None:
+        measured = [iteration for iteration in present if math.isfinite(losses.get(iteration, math.nan))]
+        best = sorted(measured, key=lambda iteration: (losses[iteration], -iteration))
+        kept |= set(best[: rules.keep_best_n])
+    return [iteration for iteration in present if iteration not in kept]
+
+
+class Retention:
+    """Applies --keep-last-n and the like to the directory that `generation` owns; used by rank 0.
+
+    Call `apply` after every commit, `wait` before the next save writes anything, so that it finds the room, and `close`
+    at the end. The directory is read once: nobody else may change it.
+    """
+
+    def __init__(self, rules: CheckpointConfig, generation: Generation) -> None:
+        self._rules, self._generation = rules, generation
+        self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
+        self._remover: Workers | None = None
+        self._removals: list[Future[None]] = []
+
+    def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
+        """Put aside what `newest`, just committed with this `lineage` and validation loss, supersedes.
+
+        The files are removed in the background. Returns the directories. Checkpoints of other branches do not count and
+        are not removed.
+        """
+        if not self._rules.removes_checkpoints:
+            return []
+        root = self._generation.root
+        if self._losses is None:
+            self._losses = self._find(lineage)
+        self._losses[newest] = loss
+        superfluous = to_delete(self._losses, newest, self._rules, self._losses)
+        doomed = self._generation.put_aside([iteration_directory(root, iteration) for iteration in superfluous])
+        for iteration in superfluous:
+            del self._losses[iteration]
+        if doomed:
+            self._remover = self._remover or Workers(1, "checkpoint-remover")
+            self._removals += [self._remover.submit(partial(self._generation.remove, path)) for path in doomed]
+        return [iteration_directory(root, iteration) for iteration in superfluous]
+
+    def wait(self) -> None:
+        """Return when everything that was put aside is removed."""
+        for removal in self._removals:
+            removal.result()
+        self._removals = []
+
+    def close(self) -> None:
+        self.wait()
+        if self._remover is not None:
+            self._remover.close()
+            self._remover = None
+
+    def _find(self, lineage: Lineage) -> dict[int, float]:
+        """The checkpoints on the branch that ends with `lineage`, and their losses."""
+        found = {}
+        for iteration in saved_iterations(self._generation.root):
+            directory = iteration_directory(self._generation.root, iteration)
+            if holds_checkpoint(directory) and lineage.includes(read_lineage(directory)):
+                found[iteration] = _stored_loss(directory) if self._rules.keep_best_n is not None else math.nan
+        return found
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole under their name."""
+    return is_complete(directory) or FORMATS["legacy"](directory)
+
+
+def _stored_loss(directory: Path) -> float:
+    """The validation loss in a checkpoint; NaN if none was measured at its iteration, or it cannot be read."""
+    try:
+        return float(load_common(directory).get(VALIDATION_LOSS, math.nan))
+    except (OSError, ValueError):
+        return math.nan

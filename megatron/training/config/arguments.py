@@ -1,4 +1,4 @@
-"""Dataclass fields to command-line flags, and the command line back to values.
+"""Dataclass fields to command-line flags, the command line back to values, and what becomes of Megatron-LM's others.
 
 One field is one flag: its spelling is in the field's metadata (`megatron.core.utils.flag`), its help is the docstring
 under the field, its type is the annotation. Values that the user gave are kept apart from defaults, so that arguments
@@ -16,24 +16,111 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 from megatron.core.utils import raise_problems
-from megatron.training.config.megatron_options import (
-    MEGATRON_OPTIONS,
-    OLD_VALUES,
-    OTHER_NAMES,
-    arity_of,
-    judge,
-)
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
-Bound = tuple[Callable[[Any], bool], str]  # what a value must fulfil, and how an error says that
+
+
+# Megatron-LM's options.
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A flag that says what other flags say; `wins` over them, or yields where they are given, too."""
+
+    values: dict[str, Any]
+    takes: str | None = None  # the field that its own value goes to
+    wins: bool = True
+
+
+_RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+OTHER_NAMES: dict[str, OtherName] = {
+    "--use-rotary-position-embeddings": OtherName({"position_embedding_type": "rope"}),
+    "--recompute-activations": OtherName({"recompute_granularity": "selective"}),
+    "--fp8-e4m3": OtherName({"fp8": "e4m3"}),
+    "--fp8-hybrid": OtherName({"fp8": "hybrid"}),
+    "--use-dist-ckpt": OtherName({"ckpt_format": "torch_dist"}, wins=False),
+    "--verify-integrity": OtherName({"ckpt_verify": True}),
+    "--embed-layernorm": OtherName({"embedding_layernorm": True}),
+    "--checkpoint-activations": OtherName(_RECOMPUTE_ALL, wins=False),
+    "--activations-checkpoint-method": OtherName(_RECOMPUTE_ALL, takes="recompute_method", wins=False),
+    "--activations-checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
+    "--checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
+    "--encoder-num-layers": OtherName({}, takes="num_layers"),
+    "--encoder-seq-length": OtherName({}, takes="seq_length"),
+    "--padded-vocab-size": OtherName({}, takes="vocab_size"),
+    "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
+    "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
+}
+
+# Field -> values of older releases, of forks and of other libraries for the same, and what they are called here.
+OLD_VALUES: dict[str, dict[str, str]] = {
+    "optimizer": {"dist_muon": "muon"},
+    "moe_token_dispatcher_type": {"flex": "alltoall"},  # over DeepEP or HybridEP
+    "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
+    "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
+}
+
+
+@dataclass(frozen=True)
+class MegatronOption:
+    """A row of `megatron_lm_options.tsv`, which has all options of Megatron-LM since 2023 and some of its forks'.
+
+    Of those that are no flags of ours it says what becomes of them:
+        no effect   the mathematics and the files are the same with and without it
+        turns on    a feature that is not implemented here: an error that names it
+        part of     such a feature: means nothing unless the feature is turned on
+        called      today's name of an option that Megatron-LM has renamed
+        (nothing)   a flag of ours, or not implemented
+    """
+
+    words: str  # values that it takes: "0", "1", "2", "3", "+" (one or more), "*" (any number)
+    defaults: tuple[str, ...]  # of the newest release first
+    group: str  # of options in Megatron-LM; "fork: NAME" for those that it never had
+    here: str = ""  # "no effect", "turns on", "part of" or "called"
+    why: str = ""  # the reason, the feature, or today's name
+    harmless: tuple[str, ...] = ()  # with these values it has no effect; of "no effect": with these alone
+
+
+def _read_table() -> dict[str, MegatronOption]:
+    text = resources.files(__package__).joinpath("megatron_lm_options.tsv").read_text(encoding="utf-8")
+    table = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, words, defaults, group, here, why, harmless = (line.split("\t") + [""] * 3)[:7]
+            values = tuple(harmless.split(" | ")) if harmless else ()
+            table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, here, why, values)
+    return table
+
+
+def base_name(name: str) -> str:
+    """What the spellings of a switch have in common: --x, --no-x and --disable-x."""
+    return re.sub("^--(no-|disable-)?", "", name)
+
+
+MEGATRON_OPTIONS = _read_table()
+_SWITCHES = {base_name(name) for name, option in MEGATRON_OPTIONS.items() if option.words == "0"}
+
+
+def arity_of(name: str) -> str:
+    """How many words follow an option of Megatron-LM; "*" where it is not known."""
+    if name in MEGATRON_OPTIONS:
+        return MEGATRON_OPTIONS[name].words
+    return "0" if base_name(name) in _SWITCHES else "*"
+
+
+# Ours.
 
 
 @dataclass(frozen=True)
@@ -43,8 +130,7 @@ class Spelling:
     dest: str
     words: str  # how many it takes: "0", "1", or "*" for all up to the next flag
     convert: Callable[[str], Any] = str  # of one word
-    choices: tuple[str, ...] | None = None
-    bounds: tuple[Bound, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the field: choices and bounds
     const: Any = None  # the value, where no word is taken
 
     def value(self, name: str, words: Sequence[str]) -> Any:
@@ -67,11 +153,18 @@ class Spelling:
         except ValueError:
             kind = {int: "an integer", float: "a number"}.get(self.convert, self.convert.__name__)  # type: ignore[call-overload]
             raise ValueError(f"{name}: {word!r} is not {kind}") from None
-        if self.choices is not None and value not in self.choices:
-            raise ValueError(f"{name}: {word!r} is not one of {', '.join(self.choices)}")
-        for holds, what in self.bounds:
-            if not holds(value):
-                raise ValueError(f"{name} must be {what}, got {word}")
+        choices, low, high = (self.metadata[key] for key in ("choices", "at_least", "at_most"))
+        if choices is not None and value not in choices:
+            raise ValueError(f"{name}: {word!r} is not one of {', '.join(choices)}")
+        for wrong, wanted in (
+            # In any case: NaN is neither above nor below anything.
+            (isinstance(value, float) and not math.isfinite(value), "a finite number"),
+            (self.metadata["positive"] and value <= 0, "positive"),
+            (low is not None and value < low, f"at least {low}"),
+            (high is not None and value > high, f"at most {high}"),
+        ):
+            if wrong:
+                raise ValueError(f"{name} must be {wanted}, got {word}")
         return value
 
 
@@ -105,7 +198,10 @@ class FlagParser:
             self.spellings[name] = fields[other.takes] if other.takes else Spelling(name, "0", const=True)
 
     def parse(self, argv: Sequence[str]) -> CommandLine:
-        """Values by field name; all problems of the command line at once."""
+        """Values by field name, and all problems at once; --help prints all flags and ends the program."""
+        if "-h" in argv or "--help" in argv:
+            print(self.format_help())
+            sys.exit(0)
         line, foreign = CommandLine(), []
         words = collections.deque(argv)
         while words:
@@ -125,10 +221,12 @@ class FlagParser:
                 foreign.append((name, values))
             else:
                 _store(line, name, spelling, values)
-        self._apply_other_names(line, argv)
-        verdict = judge(foreign)
-        line.ignored += verdict.ignored
-        line.problems += verdict.problems + [self._unknown(name) for name in verdict.unknown]
+        for name in dict.fromkeys(word.partition("=")[0] for word in argv):
+            if name in self.other_names:
+                other = self.other_names[name]
+                line.given.pop(name, None)
+                line.given = line.given | other.values if other.wins else other.values | line.given
+        line.problems += [self._unknown(name) for name in judge(foreign, line)]
         return line
 
     def format_help(self) -> str:
@@ -147,14 +245,6 @@ class FlagParser:
                     seen.add(flag_field.name)
         return parser.format_help()
 
-    def _apply_other_names(self, line: CommandLine, argv: Sequence[str]) -> None:
-        """The values that other names stand for."""
-        for name in dict.fromkeys(word.partition("=")[0] for word in argv):
-            if name in self.other_names:
-                other = self.other_names[name]
-                line.given.pop(name, None)
-                line.given = line.given | other.values if other.wins else other.values | line.given
-
     def _unknown(self, name: str) -> str:
         known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
@@ -163,13 +253,7 @@ class FlagParser:
 
 
 def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[str]]:
-    """Values by field name, and the accepted flags that have no effect; --help prints all flags and ends the program.
-
-    Raises ValueError with all problems, one a line.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(parser.format_help())
-        sys.exit(0)
+    """Values by field name, and the accepted flags that have no effect; ValueError with all problems, one a line."""
     line = parser.parse(argv)
     raise_problems(line.problems)
     return line.given, line.ignored
@@ -233,20 +317,7 @@ def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
     metadata = field.metadata
     convert = metadata["parse"] or _word(hint)[0]
     words = "*" if typing.get_origin(hint) is list else "1"
-    spelling = Spelling(field.name, words, convert, metadata["choices"], _bounds(metadata, convert))
-    return dict.fromkeys(option_names(field), spelling)
-
-
-def _bounds(metadata: Mapping[str, Any], convert: Callable[[str], Any]) -> tuple[Bound, ...]:
-    """A number is in the range of its field, and finite in any case: NaN is neither above nor below anything."""
-    low, high = metadata["at_least"], metadata["at_most"]
-    bounds = {
-        "a finite number": (convert is float, math.isfinite),
-        "positive": (metadata["positive"], lambda value: value > 0),
-        f"at least {low}": (low is not None, lambda value: value >= low),
-        f"at most {high}": (high is not None, lambda value: value <= high),
-    }
-    return tuple((holds, what) for what, (wanted, holds) in bounds.items() if wanted)
+    return dict.fromkeys(option_names(field), Spelling(field.name, words, convert, metadata))
 
 
 def _take(words: collections.deque[str], arity: str) -> list[str]:
@@ -269,6 +340,60 @@ def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -
     except ValueError as error:
         line.problems.append(str(error))
         line.malformed.add(spelling.dest)
+
+
+def judge(options: Iterable[tuple[str, list[str]]], line: CommandLine) -> list[str]:
+    """Sort options that are no flags of ours, with their words, into those without effect and those not implemented
+    (a problem for each feature and fork). Returns the unknown ones."""
+    unknown: list[str] = []
+    features: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)  # -> (words, "turns on" or "part of")
+    forks: dict[str, list[str]] = collections.defaultdict(list)
+    for name, words in options:
+        option, said = MEGATRON_OPTIONS.get(name), " ".join([name, *words])
+        if option is None:
+            # A spelling of a switch that Megatron-LM lacks (--no-x where it has --x alone) leaves things as they are.
+            (line.ignored if base_name(name) in _SWITCHES else unknown).append(name)
+        elif _has_no_effect(option, words):
+            line.ignored.append(name)
+        elif option.group.startswith("fork: "):
+            forks[option.group.removeprefix("fork: ")].append(name)
+        elif option.here in ("turns on", "part of"):
+            features[option.why].append((said, option.here))
+        elif option.here == "no effect":
+            only = " or ".join(option.harmless)
+            line.problems.append(f"{said}: not supported, only {only} ({option.why})")
+        elif option.here == "called":
+            line.problems.append(f"{said}: Megatron-LM has renamed this flag to {option.why}")
+        else:
+            line.problems.append(f"{said}: this option of Megatron-LM is not implemented here")
+    for feature, given in features.items():
+        switches = [said for said, here in given if here == "turns on"]
+        if not switches:
+            line.ignored += [said.split()[0] for said, _ in given]
+            continue
+        more = f" (and {len(given) - len(switches)} more flags of it)" if len(given) > len(switches) else ""
+        line.problems.append(f"{', '.join(switches)}{more}: Megatron-LM's {feature} is not implemented here")
+    for fork, names in forks.items():
+        listed = ", ".join(dict.fromkeys(names))
+        line.problems.append(f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})")
+    return unknown
+
+
+def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
+    """By its row, or because it asks for what Megatron-LM, and so we, do without it."""
+    if option.here == "no effect" and not option.harmless:
+        return True
+    if len(words) != 1:
+        return False
+    of_fork = option.group.startswith("fork: ")  # its defaults are not Megatron-LM's
+    return words[0] in option.harmless or (not of_fork and any(_same(words[0], value) for value in option.defaults))
+
+
+def _same(word: str, default: str) -> bool:
+    try:
+        return float(word) == float(default)
+    except ValueError:
+        return word == default and word != "None"
 
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: dataclasses.Field[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run is: batches and length, processes, logging, checkpoints.
+"""What a run is: batches (and how their size grows) and length, processes, logging, checkpoints.
 
 Every field is a flag of the command line (`arguments.py`); names and defaults are Megatron-LM's. The configurations of
 the model, the data, the optimizer and the data-parallel buffers stand beside the code that reads them.
@@ -6,7 +6,12 @@ the model, the data, the optimizer and the data-parallel buffers stand beside th
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron.core.dist_checkpointing.loading.load import STRICTNESS
 from megatron.core.utils import flag
@@ -55,6 +60,145 @@ class TrainingConfig:
     """Run Python's garbage collector only at --manual-gc-interval, at the same iterations on all ranks."""
     manual_gc_interval: int = flag(0, at_least=0)
     """Iterations between garbage collections with --manual-gc; 0: none."""
+
+
+Step = tuple[int, int]  # (consumed samples, global batch size from there on)
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch size and number of micro batches at any point of a run; nothing is counted here.
+
+    With `decrease_if_needed`, a global batch that is no multiple of micro batch x replicas is rounded down to one;
+    otherwise it is a ValueError when the schedule is made, for every size that the run passes through.
+    """
+
+    steps: tuple[Step, ...]  # in order; the first is at 0
+    micro_batch_size: int
+    data_parallel_size: int
+    decrease_if_needed: bool = False
+
+    def __post_init__(self) -> None:
+        product = f"micro batch size {self.micro_batch_size} x data-parallel size {self.data_parallel_size}"
+        for _, size in self.steps:
+            if size < self.samples_per_microbatch:
+                raise ValueError(f"global batch size {size} is less than {product} = {self.samples_per_microbatch}")
+            if size % self.samples_per_microbatch and not self.decrease_if_needed:
+                raise ValueError(
+                    f"global batch size {size} is not a multiple of {product} = {self.samples_per_microbatch}: change "
+                    "one of them, or give --decrease-batch-size-if-needed"
+                )
+
+    @property
+    def global_batch_size(self) -> int:
+        """That of the end."""
+        return self.steps[-1][1]
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Samples that all replicas together take per micro batch."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches per replica at the end."""
+        return self.global_batch_size // self.samples_per_microbatch
+
+    def sizes(self) -> list[int]:
+        """Every global batch size that the run passes through."""
+        return [size - size % self.samples_per_microbatch for _, size in self.steps]
+
+    def global_batch_size_at(self, consumed_samples: int) -> int:
+        """Samples of the iteration that starts after `consumed_samples`."""
+        _, size = self.steps[bisect.bisect_right(self.steps, consumed_samples, key=itemgetter(0)) - 1]
+        return size - size % self.samples_per_microbatch
+
+    def num_microbatches_at(self, consumed_samples: int) -> int:
+        """Micro batches per replica of the iteration that starts after `consumed_samples`."""
+        return self.global_batch_size_at(consumed_samples) // self.samples_per_microbatch
+
+    def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
+        """Samples consumed when `iterations` more iterations are done."""
+        for size, within in self._stretches(consumed_samples):
+            if within is None or iterations < within:
+                break
+            consumed_samples += within * size
+            iterations -= within
+        return consumed_samples + iterations * size
+
+    def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
+        """Whole iterations from `consumed_samples` on until `samples` samples in all are used up."""
+        iterations = 0
+        for size, within in self._stretches(consumed_samples):
+            fitting = max(0, samples - consumed_samples) // size
+            if within is None or fitting < within:
+                break
+            consumed_samples += within * size
+            iterations += within
+        return iterations + fitting
+
+    def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int | None]]:
+        """(global batch size, number of iterations that have it) from there on; None: all that follow.
+
+        A ramp-up can last for 10,000 iterations, and how many are left is asked in each of them.
+        """
+        while consumed_samples < self.steps[-1][0]:
+            size = self.global_batch_size_at(consumed_samples)
+            ahead = self.steps[bisect.bisect_right(self.steps, consumed_samples, key=itemgetter(0))][0]
+            within = -(-(ahead - consumed_samples) // size)
+            yield size, within
+            consumed_samples += within * size
+        yield self.global_batch_size_at(consumed_samples), None
+
+
+def rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> tuple[Step, ...]:
+    """--rampup-batch-size START INCREMENT SAMPLES: the global batch grows in equal steps over SAMPLES samples."""
+    name = f"--rampup-batch-size {' '.join(map(str, rampup_batch_size))}"
+    if len(rampup_batch_size) != 3:
+        raise ValueError(f"{name}: it takes START INCREMENT SAMPLES")
+    start, increment, samples = rampup_batch_size
+    if start < 1 or increment < 1 or samples < 0:
+        raise ValueError(f"{name}: START and INCREMENT must be positive, SAMPLES not negative")
+    if start > global_batch_size:
+        raise ValueError(f"{name}: START is larger than --global-batch-size {global_batch_size}")
+    count, rest = divmod(global_batch_size - start, increment)
+    if rest:
+        raise ValueError(
+            f"{name}: steps of {increment} do not lead from {start} to --global-batch-size {global_batch_size}"
+        )
+    if samples == 0 or count == 0:
+        return ((0, global_batch_size),)
+    return tuple((-(-step * samples // count), start + step * increment) for step in range(count + 1))
+
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def token_steps(text: str, seq_length: int) -> tuple[Step, ...]:
+    """--step-batch-size-schedule, such as 0:384 1.5B:768, which counts in tokens; ValueError otherwise."""
+    steps = []
+    for entry in text.replace(",", " ").split():
+        match = re.fullmatch(r"([\d.]+)([KMBT]?):(\d+)", entry.upper())
+        if match is None:
+            raise ValueError(f"--step-batch-size-schedule: {entry!r} is not TOKENS:SIZE, such as 0:384 or 1.5B:768")
+        number, unit, size = match.groups()
+        steps.append((int(float(number) * _UNITS.get(unit, 1)) // seq_length, int(size)))
+    starts = [start for start, _ in steps]
+    if not steps or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise ValueError(f"--step-batch-size-schedule {text}: the first step must begin at 0, every other after it")
+    return tuple(steps)
+
+
+@dataclass
+class DataLoaderConfig:
+    """How samples reach the training loop. Field names are Megatron-LM's argument names."""
+
+    dataloader_type: str = flag("single", choices=("single", "cyclic"))
+    """single: read a data set once, in its order; cyclic: read it repeatedly, reshuffled every time."""
+    num_workers: int = flag(2, at_least=0)
+    """Processes per rank and data set that read ahead; 0 reads in the training process."""
+    seed: int = flag(1234)
+    """Seed of everything: initial weights (with the parameter's name), data order, dropout."""
 
 
 @dataclass
@@ -245,3 +389,8 @@ class CheckpointConfig:
     """Write what was loaded in this format, and exit."""
     ckpt_convert_save: str | None = flag(None)
     """Where --ckpt-convert-format writes: to the directory FORMAT in this one."""
+
+    @property
+    def removes_checkpoints(self) -> bool:
+        """One is kept if any rule keeps it; the newest always is, and without a rule all are."""
+        return any(rule is not None for rule in (self.keep_last_n, self.save_retain_interval, self.keep_best_n))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, get_type_hints
 
+from megatron.conversion.convert import open_found
+from megatron.conversion.formats import Hints, find_checkpoint
 from megatron.core.datasets.config import GPTDatasetConfig
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
@@ -19,42 +22,49 @@ from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, 
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.pipeline_parallel.layout import parse_layout
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
 from megatron.core.utils import raise_problems
-from megatron.training.checkpoint.args import read_stored_args, with_stored_args
 from megatron.training.config import run_rules
-from megatron.training.config.arguments import FlagParser, Given, build, flag_fields, parse_flags
+from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
 from megatron.training.config.options import (
+    BatchSchedule,
     CheckpointConfig,
+    DataLoaderConfig,
     DistributedConfig,
     LoggingConfig,
     PipelineLayoutConfig,
     ProfilingConfig,
     TrainingConfig,
+    rampup_steps,
+    token_steps,
 )
-from megatron.training.data.samplers import BatchSchedule, DataLoaderConfig, rampup_steps, token_steps
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.launch import environment_world_size, join
+
+
+def _titled(title: str) -> Any:
+    """A part of `Config`, by its title in --help."""
+    return field(metadata={"title": title})
 
 
 @dataclass
 class Config:
     """The options of a run; one dataclass per part of the code."""
 
-    model: TransformerConfig
-    parallel: ParallelConfig
-    pipeline_layout: PipelineLayoutConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    scheduler: SchedulerConfig
-    data: GPTDatasetConfig
-    loader: DataLoaderConfig
-    tokenizer: TokenizerConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    ddp: DistributedDataParallelConfig
-    distributed: DistributedConfig
-    profiling: ProfilingConfig
+    model: TransformerConfig = _titled("Model")
+    parallel: ParallelConfig = _titled("Parallelism")
+    pipeline_layout: PipelineLayoutConfig = _titled("Pipeline stages")
+    training: TrainingConfig = _titled("Training")
+    optimizer: OptimizerConfig = _titled("Optimizer")
+    scheduler: SchedulerConfig = _titled("Schedules")
+    data: GPTDatasetConfig = _titled("Data")
+    loader: DataLoaderConfig = _titled("Reading data")
+    tokenizer: TokenizerConfig = _titled("Tokenizer")
+    checkpoint: CheckpointConfig = _titled("Checkpoints")
+    logging: LoggingConfig = _titled("Logging")
+    ddp: DistributedDataParallelConfig = _titled("Data parallelism")
+    distributed: DistributedConfig = _titled("Processes")
+    profiling: ProfilingConfig = _titled("Profiling")
     notes: list[str] = field(default_factory=list)  # what was changed or dropped, logged once
 
     def flags(self) -> dict[str, Any]:
@@ -117,27 +127,14 @@ class Config:
         )
 
 
-class ModelProvider(Protocol):
-    """Builds one pipeline chunk, not yet initialised."""
+ModelProvider = Callable[[Config, ChunkPlace], MegatronModule]
+"""Builds one pipeline chunk, not yet initialised."""
 
-    def __call__(self, config: Config, place: ChunkPlace) -> MegatronModule: ...
-
-
+_TYPES = get_type_hints(Config)
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type
-    "Model": ("model", TransformerConfig),
-    "Parallelism": ("parallel", ParallelConfig),
-    "Pipeline stages": ("pipeline_layout", PipelineLayoutConfig),
-    "Training": ("training", TrainingConfig),
-    "Optimizer": ("optimizer", OptimizerConfig),
-    "Schedules": ("scheduler", SchedulerConfig),
-    "Data": ("data", GPTDatasetConfig),
-    "Reading data": ("loader", DataLoaderConfig),
-    "Tokenizer": ("tokenizer", TokenizerConfig),
-    "Checkpoints": ("checkpoint", CheckpointConfig),
-    "Logging": ("logging", LoggingConfig),
-    "Data parallelism": ("ddp", DistributedDataParallelConfig),
-    "Processes": ("distributed", DistributedConfig),
-    "Profiling": ("profiling", ProfilingConfig),
+    part.metadata["title"]: (part.name, _TYPES[part.name])
+    for part in dataclasses.fields(Config)
+    if "title" in part.metadata
 }
 
 
@@ -165,10 +162,7 @@ def parse_args(argv: Sequence[str], world_size: int) -> Config:
 
     Raises ValueError that says, one a line, everything that does not fit, and what to do; --help ends the program.
     """
-    parser = flag_parser()
-    if "-h" in argv or "--help" in argv:
-        parse_flags(parser, argv)
-    line = parser.parse(argv)
+    line = flag_parser().parse(argv)
     notes = [f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}"] if line.ignored else []
     given = line.given
     if given.get("use_checkpoint_args"):
@@ -216,6 +210,63 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
     if None not in parts.values():
         config.notes += run_rules.save_notes(config)
     return config, list(dict.fromkeys(problems))
+
+
+# What --use-checkpoint-args takes over besides the fields that decide the model.
+ALSO_TAKEN = (
+    "group_query_attention",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "special_tokens",
+    "legacy_tokenizer",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "vocab_size",
+    "null_tokenizer_eod_id",
+)
+
+
+def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a checkpoint under our names."""
+    known = dict(args)
+    if not known.get("group_query_attention", True) and "num_attention_heads" in known:
+        known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
+    if known.get("tokenizer_type") == "NullTokenizer" and known.get("null_tokenizer_eod_id", 0) is None:
+        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1  # Megatron-LM since 0.19
+    return known
+
+
+def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args. Collective."""
+    if root is None:
+        raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
+
+    def read() -> dict[str, Any]:
+        found = find_checkpoint(root, step)
+        if found is None:
+            raise ValueError(f"--use-checkpoint-args: --load {root} holds no checkpoint")
+        return stored_args(open_found(found, Hints(optimizer=False, as_saved=True)).args)
+
+    return Coordination.of(None).at_coordinator(read)
+
+
+def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
+    merged, notes = dict(given), []
+    for name in (*(deciding.name for deciding in deciding_fields()), *ALSO_TAKEN):
+        if name not in stored:
+            continue
+        if name in given and given[name] != stored[name]:
+            notes.append(f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, not {given[name]}")
+        merged[name] = stored[name]
+    if "seq_length" in stored:
+        merged.setdefault("seq_length", stored["seq_length"])
+    return merged, notes
 
 
 _LAYOUT = "pipeline_model_parallel_layout"

@@ -1,21 +1,28 @@
-"""The data of a run: how many samples of each split, and an iterator of micro batches over each."""
+"""The data of a run: how many samples of each split, and which of them each replica gets, as micro batches.
+
+The stream of samples is a function of consumed samples and seed alone. Micro batch m of an iteration takes the next
+micro_batch_size * DP samples of the stream, replica r the r-th part of them, so data-parallel size, micro batch and
+global batch may change between runs without loss or repetition.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
-from megatron.core.transformer.placement import ContextParallel
-from megatron.training.data.samplers import DataIterator
+from megatron.core.datasets.ordered_workers import OrderedWorkers
+from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
+from megatron.training.config.options import DataLoaderConfig
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.run import DatasetsProvider, Run
-
-Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
+from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
 
 logger = logging.getLogger(__name__)
 
@@ -117,3 +124,100 @@ def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator 
         ContextParallel.of(run.ps),
         pin_memory=run.device.type == "cuda",
     )
+
+
+Stream = Callable[[int, int], list[int]]  # the samples at positions [start, stop)
+
+
+class CyclicStream:
+    """Position p holds entry p mod N of a permutation that seed and epoch (p div N) decide."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self._permutation = functools.lru_cache(maxsize=1)(self._shuffle)
+
+    def __call__(self, start: int, stop: int) -> list[int]:
+        samples: list[int] = []
+        while start < stop:
+            epoch, first = divmod(start, self.num_samples)
+            count = min(stop - start, self.num_samples - first)
+            samples += self._permutation(epoch)[first : first + count].tolist()
+            start += count
+        return samples
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        return np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
+
+
+def microbatches(
+    stream: Stream, end: int | None, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> Iterator[list[int]]:
+    """Lists of sample numbers, one per micro batch of one replica, from `consumed_samples` on.
+
+    A stream with an `end` is left where not all replicas would get a whole micro batch.
+    """
+    step, start = micro_batch_size * dp_size, consumed_samples
+    while end is None or start + step <= end:
+        first = start + dp_rank * micro_batch_size
+        yield stream(first, first + micro_batch_size)
+        start += step
+
+
+def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
+    """Arrays [micro batch, ...] of these samples."""
+    samples = [dataset[number] for number in numbers]
+    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+class DataIterator:
+    """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
+    documents int64 [mbs, s] with --reset-attention-mask. Context-parallel ranks keep their parts, but all of documents.
+
+    Its worker processes start with the first batch and end with `close`, with the iterator, or with the process.
+    Raises ValueError when the data is used up.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        consumed_samples: int,
+        micro_batch_size: int,
+        config: DataLoaderConfig,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        cp: ContextParallel = WHOLE_SEQUENCES,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
+        cyclic = config.dataloader_type == "cyclic"
+        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
+        self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
+        self.dataset = dataset
+        self.cp = cp
+        self.pin_memory = pin_memory
+        numbers = microbatches(stream, None if cyclic else len(dataset), *self._place)
+        self._batches = OrderedWorkers(functools.partial(_read, dataset), numbers, config.num_workers)
+
+    def __iter__(self) -> DataIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            _, arrays = next(self._batches)
+        except StopIteration:
+            raise ValueError(self._exhausted()) from None
+        batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
+        return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._batches.close()
+
+    def _exhausted(self) -> str:
+        consumed_samples, micro_batch_size, _, dp_size = self._place
+        return (
+            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
+            f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
+            "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
+        )

@@ -1,17 +1,24 @@
-"""What a run reports: one line per interval, and one point per iteration for TensorBoard and Weights & Biases.
+"""What a run reports: lines on its output, one per interval, and one point per iteration for TensorBoard and Weights &
+Biases.
+
+On its output rank 0 alone says something, as text or as one JSON object per line (--log-format). Every module logs with
+`logging.getLogger(__name__)`: infos and warnings are printed once, by rank 0. `EVERY_RANK` marks a message that only
+its own rank knows, and errors are always printed.
 
 Losses stay on the device until a line is due, so that no iteration waits for the device.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +29,50 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe.router import LOAD, measured
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import LoggingConfig
+from megatron.training.reporting.run_record import plain
+
+logger = logging.getLogger(__name__)
+
+EVERY_RANK = {"every_rank": True}  # logger.info(..., extra=EVERY_RANK)
+
+
+def configure_logging(rank: int, log_format: str = "text") -> None:
+    """Print the messages of this package; a second call replaces the first."""
+    package = logging.getLogger("megatron")
+    for handler in [handler for handler in package.handlers if isinstance(handler, _Printer)]:
+        package.removeHandler(handler)
+    package.addHandler(_Printer(rank, _as_json if log_format == "json" else _as_text))
+    package.setLevel(logging.INFO)
+
+
+def report_line(line: str, **fields: Any) -> None:
+    """A measurement: `line` as it is in text, `fields` in JSON."""
+    logger.info("%s", line, extra={"fields": fields})
+
+
+class _Printer(logging.Handler):
+    """Writes to whatever standard output is at that moment."""
+
+    def __init__(self, rank: int, form: Any) -> None:
+        super().__init__()
+        self._rank, self._form = rank, form
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._rank == 0 or record.levelno >= logging.ERROR or vars(record).get("every_rank"):
+            print(self._form(record), flush=True)
+
+
+def _as_text(record: logging.LogRecord) -> str:
+    if "fields" in vars(record):
+        return record.getMessage()
+    level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+    return f" > {level}{record.getMessage()}"
+
+
+def _as_json(record: logging.LogRecord) -> str:
+    fields = vars(record).get("fields") or {"level": record.levelname.lower(), "message": record.getMessage()}
+    time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+    return json.dumps(plain({"time": time, **fields}))
 
 
 @dataclass(frozen=True)
@@ -142,12 +193,8 @@ class TrainingLog:
         model: TransformerConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ps = ps
-        self._clock = clock
-        self._device = device
-        self._flops_per_token = flops_per_token
-        self._seq_length = seq_length
-        self._model = model
+        self._ps, self._device, self._model, self._clock = ps, device, model, clock
+        self._seq_length, self._flops_per_token = seq_length, flops_per_token
         self._pending: list[tuple[Iteration, OnDevice]] = []
         self._excluded = 0.0
         self._start = self._clock()

@@ -1,5 +1,5 @@
-"""What is measured besides the loss: memory in use, the norm of the parameters, timers of the phases of an iteration,
-and traces (`--profile`); and how numbers reach the host."""
+"""What is measured besides the loss: memory in use, the norm of the parameters, operations per token, timers of the
+phases of an iteration, and traces (`--profile`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -22,8 +21,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import param_info
 from megatron.core.optimizer import counts_for_model
 from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import ProfilingConfig
-from megatron.training.reporting.console import EVERY_RANK
+from megatron.training.reporting.logging import EVERY_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +79,38 @@ def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) ->
     return total.sqrt()
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """A small number on its way from the device to the host, read later without waiting for newer work."""
+def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
+    """Operations of forward and backward per token: 2 per multiply-add, backward twice the forward.
 
-    _host: torch.Tensor
-    _copied: torch.cuda.Event | None
+    Counts the matrix products that the mathematics needs: projections, MLP, attention over the keys that the causal
+    mask (and the window) leaves, logits. Neither recomputed activations nor element-wise work count
+    (Chowdhery et al. 2022, "PaLM", appendix B; the convention of Megatron-LM's TFLOP/s).
+    """
+    heads = config.num_attention_heads
+    qkv = config.hidden_size * (heads + 2 * config.query_groups) * config.head_dim
+    if config.multi_latent_attention:
+        query, latent = config.q_lora_rank, config.kv_lora_rank
+        qkv = config.hidden_size * (latent + config.qk_pos_emb_head_dim)
+        qkv += latent * heads * (config.qk_head_dim + config.v_head_dim)
+        qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (query or 0)
+    windows = sum(config.window_pattern) / config.num_layers
+    keys = windows * attended_keys(config, seq_length) + (1 - windows) * seq_length / 2
+    scores_and_values = heads * (config.qk_width + config.v_width) * keys
+    projection = heads * config.v_width * config.hidden_size
+    per_width = (3 if config.gated else 2) * config.hidden_size
+    mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
+    if config.has_experts:  # those that a token goes to
+        widths = config.moe_router_topk * config.moe_ffn_size + (config.moe_shared_expert_intermediate_size or 0)
+        mlps += sum(config.moe_layer_pattern) * (per_width * widths + config.hidden_size * config.experts)
+    logits = config.hidden_size * vocab_size
+    return 6 * (config.num_layers * (qkv + scores_and_values + projection) + mlps + logits)
 
-    @classmethod
-    def start(cls, tensor: torch.Tensor) -> HostCopy:
-        if tensor.device.type != "cuda":
-            return cls(tensor, None)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(host, event)
 
-    def wait(self) -> torch.Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
+def attended_keys(config: TransformerConfig, seq_length: int) -> float:
+    """Keys that a token sees on average in a layer with the window, if the model has one: at most half the sequence."""
+    left = seq_length if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
+    left = min(left, seq_length)
+    return left - left * left / (2 * seq_length)
 
 
 class Timers:
@@ -146,18 +157,16 @@ class Timers:
         """The lines of the log for what `take` gave, in milliseconds per iteration."""
         if not taken:
             return ""
-        lines = [f"{TITLES[self._option]} (ms):"]
-        for name, seconds in taken.items():
-            values = [1000 * s / iterations for s in seconds]
-            lines.append(f"    {name + ' ':.<46}: {_FORMATS[self._option](values)}")
-        return "\n".join(lines)
+        title, form = _SHOWN[self._option]
+        rows = {name: [1000 * s / iterations for s in seconds] for name, seconds in taken.items()}
+        return "\n".join([f"{title} (ms):", *(f"    {name + ' ':.<46}: {form(row)}" for name, row in rows.items())])
 
 
-TITLES = {"max": "max time across ranks", "minmax": "(min, max) time across ranks", "all": "times across ranks"}
-_FORMATS = {
-    "max": lambda values: f"{max(values):.2f}",
-    "minmax": lambda values: f"({min(values):.2f}, {max(values):.2f})",
-    "all": lambda values: "  ".join(f"rank {rank}: {value:.2f}" for rank, value in enumerate(values)),
+# By --timing-log-option, of the seconds of all ranks: what the lines show, and how.
+_SHOWN: dict[str, tuple[str, Callable[[list[float]], str]]] = {
+    "max": ("max time across ranks", lambda values: f"{max(values):.2f}"),
+    "minmax": ("(min, max) time across ranks", lambda values: f"({min(values):.2f}, {max(values):.2f})"),
+    "all": ("times across ranks", lambda values: "  ".join(f"rank {r}: {v:.2f}" for r, v in enumerate(values))),
 }
 
 

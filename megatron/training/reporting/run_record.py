@@ -31,13 +31,15 @@ RUN_FILE, RECORDS = "run.json", "runs"
 Row = dict[str, Any]
 
 
-def finite(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: None in their place."""
+def plain(value: Any) -> Any:
+    """The same for JSON: None for what is no finite number, and text for what JSON has no form for."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
 
 
 class RunRecord:
@@ -54,7 +56,7 @@ class RunRecord:
         self._started = self._warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps(finite({"kind": kind, "time": round(self._clock(), 3), **fields}), default=str)
+        line = json.dumps(plain({"kind": kind, "time": round(self._clock(), 3), **fields}))
         try:
             if kind == "start":
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config
-from megatron.conversion.model_space.source import Source, optimizer_key
+from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState

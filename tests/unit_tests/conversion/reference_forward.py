@@ -5,8 +5,8 @@ import math
 import torch
 from torch.nn import functional as F
 
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS, model_config
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -12,7 +12,7 @@ from megatron.conversion.formats import FORMATS as READABLE
 from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.model import Layout
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums

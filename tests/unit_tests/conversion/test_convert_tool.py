@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.deepspeed.files import find_universal
 from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.formats import Options
+from megatron.conversion.formats import Options, require_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import read_whole
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
@@ -36,8 +35,7 @@ def test_from_universal_to_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [[], ["--num-attention-heads", "4"]])
 def test_arguments_that_the_files_lack(flags: list[str], tmp_path: Path) -> None:
     write_universal(random_source(GPT_ARGS), tmp_path / "in")
-    found = find_universal(tmp_path / "in")
-    assert found is not None
+    found = require_checkpoint(tmp_path / "in").directory
     state = torch.load(found / "mp_rank_00_model_states.pt", weights_only=False)
     torch.save({name: v for name, v in state.items() if name != "args"}, found / "mp_rank_00_model_states.pt")
     said = run("--saver", "torch_dist", "--load-dir", tmp_path / "in", "--save-dir", tmp_path / "out", *flags)
@@ -57,7 +55,9 @@ def test_options_for_both_ends(tmp_path: Path) -> None:
     blocks = ["--target-qkv-blocks", "--target-tensor-parallel-size", "2", "--universal-style", "no-pipeline"]
     assert "--hf-ignore-fields logit_scale" in run(*to, *blocks)
     assert "moments are zero" in run(*to, *blocks, "--hf-ignore-fields", "logit_scale")
-    assert (find_universal(tmp_path / "ds") / "zero" / "language_model.embedding.word_embeddings.weight").is_dir()  # type: ignore[operator]
+    assert (
+        require_checkpoint(tmp_path / "ds").directory / "zero" / "language_model.embedding.word_embeddings.weight"
+    ).is_dir()
     assert torch.equal(read_whole(open_checkpoint(tmp_path / "ds"), QKV), source.values[QKV])
     again = ["--saver", "hf", "--load-dir", tmp_path / "ds", "--save-dir", tmp_path / "hf2", "--no-optim"]
     run(*again, "--universal-qkv-layout", "groups")

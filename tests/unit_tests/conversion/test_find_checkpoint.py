@@ -6,15 +6,16 @@ import shutil
 import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_found
-from megatron.conversion.find_checkpoint import (
+from megatron.conversion.formats import (
+    FORMATS,
     Found,
+    Options,
     find_checkpoint,
     iteration_directory,
     iteration_of,
     newest_first,
     saved_iterations,
 )
-from megatron.conversion.formats import FORMATS, Options
 from megatron.conversion.model_space.source import no_progress, read_whole
 from megatron.core.dist_checkpointing import write_tracker
 from tests.memory_source import GPT_ARGS, random_source

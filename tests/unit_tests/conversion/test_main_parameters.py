@@ -9,7 +9,7 @@ from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Source, read_whole
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from megatron.training.checkpoint.resume import find_start

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import convert
-from megatron.conversion.find_checkpoint import find_checkpoint
+from megatron.conversion.formats import find_checkpoint
 from megatron.core import object_storage
 from megatron.core.object_storage import path_of
 from tests.object_server import object_server

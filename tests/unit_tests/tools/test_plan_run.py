@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from megatron.training.planning.costs import save_interval
 from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
 
@@ -96,8 +95,8 @@ def test_notes_of_the_flags_are_told(capsys):
 def test_the_save_interval_loses_least(cost, mtbf):
     """Against the expected time per second of training of an exponential failure law, searched by hand."""
     waste = lambda seconds: math.expm1((seconds + cost) / mtbf) * mtbf / seconds  # noqa: E731
-    best = min((save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste)
-    assert save_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
+    best = min((tool.save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste)
+    assert tool.save_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
 
 
 def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
@@ -110,7 +109,7 @@ def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
         record.write("point", iteration=10, values=times)
     assert tool.main([*LLAMA_8B, "--mtbf-hours", "2", "--measured", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    seconds = save_interval(0.05, 7200)
+    seconds = tool.save_interval(0.05, 7200)
     assert (
         f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h" in text
     )

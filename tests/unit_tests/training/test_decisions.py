@@ -8,7 +8,7 @@ import torch
 
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
-from megatron.training.exit import Exit, ExitSignals, SaveAndExitPolicy
+from megatron.training.exit import Exit, SaveAndExitPolicy, exit_signals
 
 
 class Clock:
@@ -28,7 +28,7 @@ def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=No
     clock = clock or Clock()
     checkpoint = checkpoint or CheckpointConfig()
     return SaveAndExitPolicy(
-        signals or ExitSignals(),
+        [] if signals is None else signals,
         training or TrainingConfig(),
         checkpoint,
         saver or CheckpointSaver(checkpoint),
@@ -39,7 +39,7 @@ def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=No
 
 
 def one_rank_is_signalled(rank, world_size):
-    with ExitSignals().installed(True) as signals:
+    with exit_signals(True) as signals:
         decide = decisions(TrainingConfig(exit_signal_handler=True), signals=signals)
         before = decide.after(1)
         if rank == 1:

@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.conversion.find_checkpoint import detect, named_checkpoint, require_checkpoint
-from megatron.conversion.formats import FORMATS, is_extra_state
+from megatron.conversion.formats import FORMATS, detect, is_extra_state, named_checkpoint, require_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointMetadata,
@@ -47,17 +46,17 @@ if TYPE_CHECKING:
 
     from megatron.conversion import convert
     from megatron.conversion.megatron_lm import torch_dist
-    from megatron.conversion.model_space import pieces, rank_layout
+    from megatron.conversion.model_space import model, pieces
     from megatron.conversion.model_space.source import Shape, TensorInfo
-    from megatron.core.dist_checkpointing import boxes, verification
-    from megatron.training.planning import pictures
+    from megatron.core.dist_checkpointing import mapping, verification
+    from megatron.training.planning import summary
 else:  # `show` needs torch for other formats than torch_dist alone
-    torch, pictures = map(lazy_module, ("torch", "megatron.training.planning.pictures"))
-    convert, torch_dist, pieces, rank_layout = (
+    torch, summary = map(lazy_module, ("torch", "megatron.training.planning.summary"))
+    convert, torch_dist, pieces, model = (
         lazy_module(f"megatron.conversion.{name}")
-        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.rank_layout")
+        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
     )
-    boxes, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("boxes", "verification"))
+    mapping, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("mapping", "verification"))
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -81,7 +80,7 @@ class View(NamedTuple):
     def slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
         """(offset, rows) of a tensor in turn."""
         info = self.tensors[key]
-        for offset, shape in boxes.cut_rows(info.shape, info.dtype.itemsize, SLICE):
+        for offset, shape in mapping.cut_rows(info.shape, info.dtype.itemsize, SLICE):
             yield offset, self.read(key, offset, shape)
 
 
@@ -131,7 +130,7 @@ def show(args: argparse.Namespace) -> int:
                 f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
             )
         title = f"{path.name}: who wrote what"
-        pictures.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
+        summary.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
@@ -146,7 +145,7 @@ def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
     for key, stored in metadata.tensors.items():
         kind, chunks = key.split(".")[2] if key.startswith("optimizer.state.") else "weights", stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            part = shares[chunks.files[file]].setdefault(rank_layout.part_of(key), {})
+            part = shares[chunks.files[file]].setdefault(model.part_of(key), {})
             part[kind] = part.get(kind, 0) + length
     for location in set(metadata.objects.values()):  # one may stand under several keys
         part = shares[location.file].setdefault("objects", {})
@@ -277,7 +276,17 @@ def diff(args: argparse.Namespace) -> int:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
-    report_differences(args, first, second, differences, len(common))
+    if args.json:
+        listed = [asdict(difference) for difference in differences]
+        compared = {"a": str(first.path), "b": str(second.path), "compared": len(common)}
+        print(json.dumps(compared | {"differences": listed}))
+        return int(bool(differences))
+    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
+    for difference in differences:
+        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
+        print(f"  {difference.key}: {difference.what}{distance}")
+    how = f"within {args.atol:g}" if args.atol else "bitwise"
+    print(f"{len(common)} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
     return int(bool(differences))
 
 
@@ -293,7 +302,7 @@ def compare_tensor(
     for offset, part in first.slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
-        if part.dtype == other.dtype and torch.equal(pieces.bits(part), pieces.bits(other)):
+        if part.dtype == other.dtype and pieces.same_bits(part, other):
             continue
         unequal, distance = _distance(part, other)
         largest, count = max(largest, distance), count + unequal
@@ -310,21 +319,6 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~same]
     return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
-
-
-def report_differences(
-    args: argparse.Namespace, first: View, second: View, differences: list[Difference], compared: int
-) -> None:
-    if args.json:
-        listed = [asdict(difference) for difference in differences]
-        print(json.dumps({"a": str(first.path), "b": str(second.path), "compared": compared, "differences": listed}))
-        return
-    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
-    for difference in differences:
-        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
-        print(f"  {difference.key}: {difference.what}{distance}")
-    how = f"within {args.atol:g}" if args.atol else "bitwise"
-    print(f"{compared} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
 
 
 # digest
@@ -357,9 +351,7 @@ def plan(args: argparse.Namespace) -> int:
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = rank_layout.plan_load(
-            source, rank_layout.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args))
-        )
+        ranks = model.plan_load(source, model.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
     except ValueError as error:
         result = facts | {"loadable": False, "reason": str(error)}
         print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
@@ -370,15 +362,15 @@ def plan(args: argparse.Namespace) -> int:
             "pp": rank.pp,
             "layers": [[chunk.start, chunk.stop] for chunk in rank.layers],
             "parameters": rank.parameters,
-            "weight_bytes": rank.weight_bytes,
-            "optimizer_bytes": -(-rank.optimizer_bytes // args.data_parallel_size),
+            "weight_bytes": rank.nbytes("weights"),
+            "optimizer_bytes": -(-rank.nbytes("optimizer") // args.data_parallel_size),
         }
         for rank in ranks
     ]
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        pictures.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
+        summary.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
     if args.json:
         print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
-from megatron.core.dist_checkpointing.format.schema import COUNT, CheckpointError, file_name, shown
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, shown
+from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -116,13 +116,6 @@ class CheckpointMetadata:
         for table in tables:
             np.maximum.at(ends, table.file, table.position + table.length)
         return {file: int(end) for file, end in zip(tables[0].files, ends, strict=True) if end}
-
-
-def check_location(location: Location, what: str) -> None:
-    """Raises CheckpointError for a place that cannot be in the checkpoint's directory."""
-    file_name(location.file, f"{what}: its file")
-    COUNT(location.position, f"{what}: its place")
-    COUNT(location.length, f"{what}: its length")
 
 
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:

@@ -10,22 +10,29 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron.core.dist_checkpointing.boxes import BoxTable, Shape
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
     Location,
-    StoredChunk,
     StoredTensor,
     check_inside,
-    check_location,
 )
 from megatron.core.dist_checkpointing.format.metadata_index import FOOTER, MAGIC, MetadataIndex, Read
 from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
-from megatron.core.dist_checkpointing.format.schema import MAX_RANK, CheckpointError, open_file, printable, shown
+from megatron.core.dist_checkpointing.format.schema import (
+    MAX_COUNT,
+    MAX_RANK,
+    CheckpointError,
+    file_name,
+    open_file,
+    printable,
+    refuse,
+    shown,
+)
 from megatron.core.dist_checkpointing.format.schema import key as key_name
-from megatron.core.dist_checkpointing.format.unpickler import check_bounded, safe_loads
+from megatron.core.dist_checkpointing.format.unpickler import check_bounded, unpickle
+from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.object_storage import path_of
 
 
@@ -64,9 +71,9 @@ def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
 _KNOWN_FIELDS = ("state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans")
 
 
-def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
+def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
     """The metadata that any version of DCP has pickled. Raises CheckpointError that names `where`."""
-    root = safe_loads(data, where)
+    root = unpickle(data, where, names=True)
     try:
         return _decode(root.state, where)
     except CheckpointError:
@@ -77,26 +84,26 @@ def decode_dcp(data: bytes | memoryview, where: str) -> CheckpointMetadata:
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
-    locations = _decode_locations(root["storage_data"], where)
-    files = tuple(dict.fromkeys(location.file for location in locations.values()))
-    numbers = {file: number for number, file in enumerate(files)}
+    files: dict[str, int] = {}  # their numbers
+    places = _decode_places(root["storage_data"], files, where)
+    names = tuple(files)
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
         key_name(key, f"{where}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
-            result.objects[key] = locations[key, None]
+            file, position, length = places[key, None]
+            result.objects[key] = Location(names[file], position, length)
             continue
         shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
-        chunks = []
+        boxes = []
         for chunk in entry.state["chunks"]:
             offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
-            if len(offset) != len(shape) or len(extent) != len(shape):
+            if not len(offset) == len(extent) == len(shape):
                 raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
-            chunks.append(StoredChunk(offset, extent, locations[key, offset]))
-        boxes = BoxTable.of([chunk[:2] for chunk in chunks], len(shape))
-        places = [(numbers[file], position, length) for _, _, (file, position, length) in chunks]
-        columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
-        table = ChunkTable(boxes.offset, boxes.shape, files, *columns)
+            boxes.append((offset, extent))
+        box_table = BoxTable.of(boxes, len(shape))
+        columns = np.array([places[key, offset] for offset, _ in boxes], dtype=np.int64).reshape(-1, 3).T
+        table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
         check_inside(table, shape, what)
         result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
     result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
@@ -104,29 +111,34 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
     return result
 
 
-def _decode_locations(stored: Mapping[Any, Any], where: str) -> dict[tuple[str, Shape | None], Location]:
-    """By key and offset; None for objects."""
-    locations: dict[tuple[str, Shape | None], Location] = {}
+def _decode_places(
+    stored: Mapping[Any, Any], files: dict[str, int], where: str
+) -> dict[tuple[str, Shape | None], tuple[int, int, int]]:
+    """(file, position, length) by key and offset, None for objects; `files` are numbered as they come."""
+    places: dict[tuple[str, Shape | None], tuple[int, int, int]] = {}
     for index, info in stored.items():
-        key = index.state["fqn"]
-        if info.state.get("transform_descriptors"):
+        key, offset, place = index.state["fqn"], index.state.get("offset"), info.state
+        if place.get("transform_descriptors"):
             raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
-        location = Location(info.state["relative_path"], info.state["offset"], info.state["length"])
-        check_location(location, f"{where}: {shown(key)}")
-        offset = index.state.get("offset")
-        locations[key, None if offset is None else _shape(offset, key, where)] = location
-    return locations
+        file, position, length = place["relative_path"], place["offset"], place["length"]
+        if file not in files:
+            files[file_name(file, f"{where}: {shown(key)}: its file")] = len(files)
+        if not (type(position) is type(length) is int and 0 <= position <= MAX_COUNT and 0 <= length <= MAX_COUNT):
+            refuse(f"{where}: {shown(key)}: its place", (position, length), f"two whole numbers from 0 to {MAX_COUNT}")
+        places[key, None if offset is None else _shape(offset, key, where)] = (files[file], position, length)
+    return places
 
 
 def _shape(value: Any, key: str, where: str) -> Shape:
-    extents = value if isinstance(value, list | tuple) and len(value) <= MAX_RANK else (None,)
-    if not all(type(n) is int and n >= 0 for n in extents):
+    right = type(value) is tuple and len(value) <= MAX_RANK and {int}.issuperset(map(type, value))
+    if not right or min(value, default=0) < 0:
         raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
-    return tuple(value)
+    shape: Shape = value
+    return shape
 
 
 def _dtype_of(properties: Placeholder) -> str:
-    state = properties.state
+    state: Any = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, DtypeName):
         raise TypeError(f"dtype {shown(dtype)}")

@@ -18,13 +18,11 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file, printable
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, printable
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -291,46 +289,6 @@ def _zip64_values(extra: bytes) -> list[int]:
             return list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
         position += 4 + size
     return []
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor whose elements lie in row-major order from byte `position` of a file."""
-
-    path: Path
-    position: int
-    dtype: torch.dtype
-    shape: Shape
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def read_flat(self, start: int, count: int) -> torch.Tensor:
-        """Elements `[start, start + count)`, 1-D. Raises CheckpointError if the file ends before them."""
-        assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
-        result = torch.empty(count, dtype=self.dtype)
-        if count:
-            try:
-                with open_file(self.path) as file:
-                    file.read_into(bytes_of(result), self.position + start * self.dtype.itemsize)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
-        return result
-
-    def read(self) -> torch.Tensor:
-        """All of it."""
-        return self.read_flat(0, self.numel()).view(self.shape)
-
-
-def in_memory(value: Any) -> Any:
-    """The same containers with every FileTensor read."""
-    if isinstance(value, FileTensor):
-        return value.read()
-    if type(value) is dict:
-        return {key: in_memory(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(in_memory(item) for item in value)
-    return value
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

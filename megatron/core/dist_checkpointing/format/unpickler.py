@@ -1,62 +1,53 @@
-"""No code runs from a file: an allow-list unpickler, and `safe_load` in place of `torch.load`.
+"""No code runs from a file: an unpickler for plain data.
 
-Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A pickle is a program;
-what it can do is decided by the globals it may name. Here a global is one of
+Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A pickle is a program for
+a small stack machine. The standard library's trusts it: it calls, instantiates and sets what it is told to, a memo
+index of 2^30 takes 8 GB, a tuple in a tuple in a tuple as the key of a dictionary overflows the C stack when it is
+hashed, one that holds another one twice is hashed without end. So the machine is written here, for what Python pickles
+in protocols 2 to 5. A global is one of
 
-* a value or a *sealed* function of `safe_globals`: it builds plain data, and nothing can be set on it;
+* a value or a function of `safe_globals`: it builds plain data;
 * for a class of another project (Megatron's enums, say): an inert `Placeholder` that remembers name and arguments;
 * anything else of the standard library, torch or numpy: `UnsafePickleError`, before anything was called.
 
-Before it runs, `pickle_scan` has seen that it ends, and how much memory it takes. Tensors and arrays are built after
-the pickle has ended, so that no opcode ever sees one.
+Nothing but a `Placeholder` and plain containers is ever changed, nothing but plain values is hashed, and time and
+memory are bounded by the size of the pickle.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import math
-import mmap as mmap_module
-import os
-import pickle
+import struct
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing.boxes import Shape
-from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
-from megatron.core.dist_checkpointing.format.pickle_scan import scan_pickle
+import numpy as np
+
 from megatron.core.dist_checkpointing.format.safe_globals import (
     DTYPE_NAME,
-    NAMES_OF_TORCH,
+    PLAIN_SIZE,
     SAFE_GLOBALS,
-    Budget,
     DtypeName,
     Function,
     Placeholder,
-    Resolver,
     Storage,
     StorageKind,
-    StorageRef,
-    TensorStub,
-    is_leaf,
+    TypedStorage,
     placeholder_type,
+    set_numpy_state,
     torch_globals,
 )
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
     CheckpointError,
     UnsafePickleError,
-    open_file,
+    is_dtype,
     printable,
     shown,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, FileTensor
 from megatron.core.lazy_import import lazy_module
-from megatron.core.object_storage import path_of
 
 if TYPE_CHECKING:
     import torch
@@ -70,61 +61,192 @@ _OTHER_MODULES = {  # of other versions of Python and numpy
     "pathlib._local": "pathlib",
 }
 _GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
-_MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
-_UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
 # Records of save plans: read as placeholders, never used.
 _INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
 
-
-class _MemoryStorage(NamedTuple):
-    """A record that is mapped or was read."""
-
-    data: torch.Tensor  # 1-D, uint8
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def view(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> torch.Tensor:
-        typed = self.data[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-        return typed.as_strided(shape, stride, typed.storage_offset() + offset)
-
-
-class _FileStorage(NamedTuple):
-    """A record that stays in the file: `nbytes` from byte `position` on."""
-
-    path: Path
-    position: int
-    nbytes: int
-    budget: Budget
-
-    def view(self, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> FileTensor | torch.Tensor:
-        """Read at once if it is not row-major, which no checkpoint of a model needs."""
-        if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
-            return FileTensor(self.path, self.position + offset * dtype.itemsize, dtype, shape)
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-        self.budget.charge(span * dtype.itemsize)
-        whole = FileTensor(self.path, self.position, dtype, (self.nbytes // dtype.itemsize,))
-        return whole.read_flat(offset, span).as_strided(shape, stride)
+# What is free, and what each byte of a pickle allows beyond. A .metadata has 0.48 opcodes and 0.04 objects per byte.
+_FREE_OPCODES, _OPCODES_PER_BYTE = 500_000, 0.6
+_FREE_OBJECTS, _OBJECTS_PER_BYTE = 50_000, 1 / 16
+_FREE_MEMORY, _MEMORY_PER_BYTE = 32 << 20, 20  # bytes; a .metadata takes up to 16
+_OBJECT_SIZE, _DICT_SIZE, _LIST_SIZE = 100, 232, 64  # bytes
+# What a copy takes for each item.
+_BYTES_PER_ITEM: dict[Any, int] = {
+    **dict.fromkeys((str, bytes, bytearray), 1),
+    **dict.fromkeys((list, tuple, dict, set, frozenset), 64),
+}
+_MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
+_MAX_ODD_KEYS = 1000  # tuples and the like collide in hashing if their author wants it
+_UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
+_LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, DtypeName])
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, placeholders: bool, names: bool) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin1")  # old pickles hold numpy bytes in latin-1 strings
-        self._placeholders, self._names = placeholders, names
+class Budget:
+    """How many bytes may be taken while a file is opened."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.allowed = self._left = nbytes
+
+    def charge(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left < 0:
+            raise UnsafePickleError(f"its content would need more than {self.allowed} bytes of memory")
+
+
+class _Unpickler:
+    """Runs one pickle; `storage` gives the content of a record of the archive around it."""
+
+    def __init__(self, data: bytes, storage: Callable[[str], Storage] | None, placeholders: bool, names: bool) -> None:
+        self.data, self.position = data, 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self.charge = Budget(_FREE_MEMORY + _MEMORY_PER_BYTE * len(data)).charge
+        self._objects_left = _FREE_OBJECTS + int(_OBJECTS_PER_BYTE * len(data))
+        self._odd_keys = 0
+        self._storage, self._placeholders, self._names = storage, placeholders, names
         self._known: dict[tuple[str, str], Any] = {}
-        self.budget = Budget(len(data))
 
-    def find_class(self, module: str, name: str) -> Any:
-        known = self._known.get((module, name))
-        if known is None:
+    def run(self) -> Any:
+        data, stack, memo, marks, position = self.data, self.stack, self.memo, self.marks, 0
+        limit = _FREE_OPCODES + int(_OPCODES_PER_BYTE * len(data))
+        for _ in range(limit):
+            opcode = data[position]
+            position += 1
+            # A .metadata is references to its memo for the most part: these opcodes are worth their lines.
+            if opcode == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif opcode == 0x68:  # BINGET
+                stack.append(memo[data[position]])
+                position += 1
+            elif opcode == 0x6A:  # LONG_BINGET
+                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                position += 4
+            elif opcode == 0x4B:  # BININT1
+                stack.append(data[position])
+                position += 1
+            elif 0x85 <= opcode <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+                items = tuple(stack[0x84 - opcode :])
+                del stack[0x84 - opcode :]
+                self.push_new(items, _LIST_SIZE)
+            elif opcode == 0x28:  # MARK
+                marks.append(len(stack))
+            elif opcode == 0x2E:  # STOP
+                return stack.pop()
+            elif opcode in _OPCODES:
+                self.position = position
+                _OPCODES[opcode](self)
+                position = self.position
+            else:
+                raise UnsafePickleError(f"its pickle has the opcode {opcode:#04x}, which no checkpoint needs")
+        raise UnsafePickleError(f"its pickle has more than {limit} steps in {len(data)} bytes")
+
+    # What follows an opcode
+
+    def take(self, size: int) -> bytes:
+        content = self.data[self.position : self.position + size]
+        if len(content) != size:
+            raise EOFError("it is cut")
+        self.position += size
+        return content
+
+    def number(self, size: int) -> int:
+        self.position += size
+        return int.from_bytes(self.data[self.position - size : self.position], "little")
+
+    def line(self) -> str:
+        start, end = self.position, self.data.index(b"\n", self.position)
+        self.position = end + 1
+        return self.data[start:end].decode()
+
+    # Stack and memo
+
+    def push_new(self, value: Any, size: int) -> None:
+        self.charge(size)
+        self.stack.append(value)
+
+    def top(self, count: int) -> list[Any]:
+        """Take so many values from the stack."""
+        values = self.stack[-count:]
+        if len(values) != count:
+            raise IndexError("its stack is empty")
+        del self.stack[-count:]
+        return values
+
+    def above_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        values = self.stack[mark:]
+        del self.stack[mark:]
+        return values
+
+    def pop(self) -> None:
+        """A value, or the mark above it."""
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self.stack.pop()
+
+    def put(self, number: int) -> None:
+        # Every writer numbers its values in turn; a list as long as the number would be the attack.
+        if number > len(self.memo):
+            raise UnsafePickleError(f"its pickle stores value {number} after {len(self.memo)} others")
+        self.memo[number : number + 1] = [self.stack[-1]]
+
+    # Containers
+
+    def check_hashed(self, values: Iterable[Any]) -> None:
+        """Keys of a dictionary, members of a set: plain values, and a few others, such as flat tuples."""
+        for value in values:
+            kind = type(value)
+            if kind is str or (kind is int and value.bit_length() <= 64):
+                continue
+            if (kind is not int and kind in _LEAVES) or isinstance(value, Placeholder) or is_dtype(value):
+                continue
+            if isinstance(value, tuple) and not all(type(item) in _LEAVES or is_dtype(item) for item in value):
+                raise UnsafePickleError("its dictionaries or sets have nested tuples as keys")
+            self._odd_keys += 1
+            if self._odd_keys > _MAX_ODD_KEYS:
+                raise UnsafePickleError(
+                    f"its dictionaries have more than {_MAX_ODD_KEYS} keys that are no plain values"
+                )
+
+    def set_items(self, items: list[Any]) -> None:
+        target, keys, values = self.stack[-1], items[::2], items[1::2]
+        if isinstance(target, dict):
+            self.check_hashed(keys)
+            target.update(zip(keys, values, strict=True))
+        else:
+            self.extend(list(zip(keys, values, strict=True)))
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Placeholder):
+            target.items = target.items or []
+            target.items += items
+        elif type(target) is list:
+            target += items
+        else:
+            raise UnsafePickleError(f"a pickle appends to {shown(target)}")
+
+    def add(self, members: list[Any]) -> None:
+        self.check_hashed(members)
+        if type(self.stack[-1]) is not set:
+            raise UnsafePickleError(f"a pickle adds members to {shown(self.stack[-1])}")
+        self.stack[-1].update(members)
+
+    def push_frozen(self, members: list[Any]) -> None:
+        self.check_hashed(members)
+        self.push_new(frozenset(members), _DICT_SIZE)
+
+    # Globals and what is made of them
+
+    def find(self, module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str:
+            raise UnsafePickleError(f"its pickle names {shown(module)}.{shown(name)}")
+        if (module, name) not in self._known:
             if len(self._known) == _MAX_NAMES:
                 raise UnsafePickleError(f"its pickle names more than {_MAX_NAMES} classes and functions")
-            known = self._find(module, name)
-            if isinstance(known, Function):
-                known = replace(known, budget=self.budget)
-            self._known[module, name] = known
-        return known
+            self._known[module, name] = self._find(module, name)
+        return self._known[module, name]
 
     def _find(self, module: str, name: str) -> Any:
         module = _OTHER_MODULES.get(module, module)
@@ -134,8 +256,8 @@ class _Unpickler(pickle.Unpickler):
             return SAFE_GLOBALS[module, name]
         if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
             return DtypeName(f"torch.{name}")
-        if self._names and (module, name) in NAMES_OF_TORCH:
-            return NAMES_OF_TORCH[module, name]
+        if self._names and (module, name) == ("torch", "Size"):
+            return PLAIN_SIZE
         if module.partition(".")[0] == "torch" and not module.startswith(_INERT_PACKAGES):
             if (module, name) in torch_globals():
                 return torch_globals()[module, name]
@@ -151,174 +273,137 @@ class _Unpickler(pickle.Unpickler):
             raise UnsafePickleError(f"holds a {printable(f'{module}.{name}')}; only plain values can be stored")
         return placeholder_type(module, name)
 
-    def persistent_load(self, pid: Any) -> StorageRef:
-        if type(pid) is tuple and len(pid) >= 5:
-            tag, kind, key, _, numel = pid[:5]
-            if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int) and type(numel) is int:
-                return StorageRef(kind.dtype, str(key), numel)
+    def charge_copies(self, values: Iterable[Any]) -> None:
+        """A function may copy what it is given."""
+        for value in values:
+            if type(value) in _BYTES_PER_ITEM:
+                self.charge(_BYTES_PER_ITEM[type(value)] * len(value))
+
+    def call(self, state: Any = None) -> None:
+        """REDUCE and NEWOBJ alike."""
+        args, function = self.stack.pop(), self.stack.pop()
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            raise UnsafePickleError(f"its pickle of {len(self.data)} bytes makes too many objects")
+        if type(args) is not tuple:
+            raise UnsafePickleError(f"a pickle calls with {shown(args)}")
+        self.charge(_OBJECT_SIZE)
+        if type(function) is type and issubclass(function, Placeholder):
+            value: Any = function.__new__(function)
+            value.args, value.state, value.items = args, state or None, ()
+        elif type(function) is Function and not state:
+            self.charge_copies(args)
+            if function.hashed is not None:
+                self.check_hashed(function.hashed(*args))
+            value = function.call(*args)
+        else:
+            raise UnsafePickleError(f"a pickle calls {shown(function)}")
+        self.stack.append(value)
+
+    def build(self, state: Any) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Placeholder):
+            target.state = state
+        elif type(target) is argparse.Namespace:
+            if type(state) is not dict or not all(type(name) is str for name in state):
+                raise UnsafePickleError(f"arguments that are {shown(state)}")
+            self.charge_copies((state,))
+            vars(target).update(state)
+        elif isinstance(target, np.dtype | np.ndarray) and type(state) is tuple:
+            self.charge_copies(state)
+            set_numpy_state(target, state)
+        elif not isinstance(target, dict):  # a dictionary's own attributes (`_metadata` of torch) nobody reads
+            raise UnsafePickleError(f"a pickle tries to set the state of {shown(target)}")
+
+    def typed_storage(self, pid: Any) -> TypedStorage:
+        """The record `data/<key>` with elements of a kind."""
+        if type(pid) is tuple and len(pid) >= 5 and self._storage is not None:
+            tag, kind, key, *_ = pid
+            if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int):
+                return TypedStorage(kind.dtype, self._storage(f"data/{key}"))
         raise UnsafePickleError(f"unknown persistent id {shown(pid)}")
 
 
-def safe_loads(data: bytes | memoryview, where: str) -> Any:
-    """The object of a bare pickle of plain values and placeholders (`.metadata`); anything richer stays a `Stub`.
-
-    Dtypes are their names: the file is read without torch. It may unfold without end: only `safe_load` promises what
-    can be printed or copied.
-    """
-    return _unpickle(bytes(data), where, names=True)[0]
+def _counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpickler], None]:
+    """An opcode that is followed by a length of `size` bytes and the content."""
+    return lambda run: run.stack.append(decode(run.take(run.number(size))))
 
 
-def tensor_layout(data: bytes, where: str) -> tuple[torch.dtype, Shape, Shape] | None:
-    """(dtype, shape, strides) of the tensor whose pickle this is, if its storage begins with it; else None."""
-    root, _ = _unpickle(data, where)
-    if not isinstance(root, TensorStub) or root.offset != 0:
-        return None
-    return root.dtype, root.shape, root.stride
+def _utf8(content: bytes) -> str:
+    return content.decode("utf-8", "surrogatepass")
 
 
-def safe_load(
-    source: str | os.PathLike[str] | bytes,
-    *,
-    mmap: bool = True,
-    where: str | None = None,
+def _latin1(content: bytes) -> str:
+    return content.decode("latin1")  # of old pickles, which hold numpy's bytes in it
+
+
+def _signed(content: bytes) -> int:
+    return int.from_bytes(content, "little", signed=True)
+
+
+_OPCODES: dict[int, Callable[[_Unpickler], object]] = {
+    0x80: lambda run: run.take(1),  # PROTO
+    0x95: lambda run: run.take(8),  # FRAME
+    # Plain values
+    ord("N"): lambda run: run.stack.append(None),
+    0x88: lambda run: run.stack.append(True),
+    0x89: lambda run: run.stack.append(False),
+    ord("M"): lambda run: run.stack.append(run.number(2)),
+    ord("J"): lambda run: run.stack.append(_signed(run.take(4))),
+    ord("G"): lambda run: run.stack.extend(struct.unpack(">d", run.take(8))),
+    **{op: _counted(size, _signed) for op, size in ((0x8A, 1), (0x8B, 4))},
+    **{op: _counted(size, _utf8) for op, size in ((0x8C, 1), (ord("X"), 4), (0x8D, 8))},
+    **{op: _counted(size, _latin1) for op, size in ((ord("U"), 1), (ord("T"), 4))},
+    **{op: _counted(size, bytes) for op, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
+    0x96: _counted(8, bytearray),
+    # Memo and stack
+    ord("q"): lambda run: run.put(run.number(1)),
+    ord("r"): lambda run: run.put(run.number(4)),
+    ord("0"): _Unpickler.pop,
+    ord("1"): _Unpickler.above_mark,
+    # Containers
+    ord(")"): lambda run: run.stack.append(()),
+    ord("]"): lambda run: run.push_new([], _LIST_SIZE),
+    ord("}"): lambda run: run.push_new({}, _DICT_SIZE),
+    0x8F: lambda run: run.push_new(set(), _DICT_SIZE),
+    ord("t"): lambda run: run.push_new(tuple(run.above_mark()), _LIST_SIZE),
+    ord("a"): lambda run: run.extend(run.top(1)),
+    ord("e"): lambda run: run.extend(run.above_mark()),
+    ord("s"): lambda run: run.set_items(run.top(2)),
+    ord("u"): lambda run: run.set_items(run.above_mark()),
+    0x90: lambda run: run.add(run.above_mark()),
+    0x91: lambda run: run.push_frozen(run.above_mark()),
+    # Globals
+    ord("c"): lambda run: run.stack.append(run.find(run.line(), run.line())),
+    0x93: lambda run: run.stack.append(run.find(*run.top(2))),
+    ord("R"): _Unpickler.call,
+    0x81: _Unpickler.call,
+    0x92: lambda run: run.call(run.stack.pop()),
+    ord("b"): lambda run: run.build(run.stack.pop()),
+    ord("Q"): lambda run: run.stack.append(run.typed_storage(run.stack.pop())),
+}
+
+
+def unpickle(
+    data: bytes,
+    where: str,
+    storage: Callable[[str], Storage] | None = None,
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running anything.
+    """The object of a bare pickle; with `names` the dtypes in it are their names, and it is read without torch.
 
-    `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
-    nothing is read before it is used and writing to them changes memory only. Without, each is read at once.
-    Classes of other projects become `Placeholder`s (or an error, without `placeholders`), dtypes with `names` their
-    names: without tensors in it the file is then read without torch. Raises CheckpointError that names `where`, by
-    default the path; UnsafePickleError for a refused global.
+    It may unfold without end: only `torch_load.safe_load` promises what can be printed or copied.
     """
-    if isinstance(source, bytes):
-        return _load_archive(bytearray(source), where or "pickle", placeholders, names, check_crc=True)
-    path = path_of(source)
-    where = where or str(path)
     try:
-        with open_file(path) as file:
-            if mmap and file.size and file.descriptor is not None:
-                mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
-                return _load_archive(mapped, where, placeholders, names)
-            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True)
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
-
-
-def load_common(directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False) -> dict[str, Any]:
-    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are their names."""
-    path = path_of(directory) / COMMON
-    if not path.exists():
-        return {}
-    if verify:
-        BlockVerifier(path.parent).check_file(COMMON)
-    common = safe_load(path, mmap=False, names=names)
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
-    return common
-
-
-def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
-    """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
-    path = path_of(source)
-    try:
-        with open_file(path) as file:
-            budget = Budget(file.size)
-            archive = _open_archive(file.read, file.size, str(path))
-
-            def storage(name: str) -> _FileStorage:
-                return _FileStorage(path, archive.data_offset(name), archive.records[name].size, budget)
-
-            return _load(archive, storage, str(path), placeholders)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _load_archive(
-    buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, names: bool, check_crc: bool = False
-) -> Any:
-    """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
-    view = memoryview(buffer)
-    archive = _open_archive(lambda offset, size: view[offset : offset + size], len(buffer), where)
-    storages: dict[str, _MemoryStorage] = {}
-
-    def storage(name: str) -> _MemoryStorage:
-        """Shared by all tensors that view it."""
-        if name not in storages:
-            size, offset = archive.records[name].size, archive.data_offset(name)
-            if check_crc:
-                archive.check_crc(name, view[offset : offset + size])
-            data = (
-                torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset)
-                if size
-                else torch.empty(0, dtype=torch.uint8)
-            )
-            # Aligned for every dtype, copied once.
-            storages[name] = _MemoryStorage(data.clone() if data.data_ptr() % 16 else data)
-        return storages[name]
-
-    return _load(archive, storage, where, placeholders, names)
-
-
-def _open_archive(read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> Archive:
-    if not length:
-        raise CheckpointError(f"{where}: the file is empty")
-    start = bytes(read(0, 8))
-    if start[:4] != b"PK\3\4":
-        raise CheckpointError(
-            f"{where}: not a torch.save archive (zip), it starts with {start!r}. Files of torch < 1.6 must "
-            "be saved again with a newer torch."
-        )
-    archive = Archive(read, length, where)
-    if "byteorder" in archive.records and archive.read("byteorder") != b"little":
-        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
-    return archive
-
-
-def _load(
-    archive: Archive, storage: Callable[[str], Storage], where: str, placeholders: bool, names: bool = False
-) -> Any:
-    """The object in `archive`; `storage` gives the content of a record."""
-    root, unpickler = _unpickle(archive.read("data.pkl"), where, placeholders, names)
-
-    def storage_of(ref: StorageRef) -> Storage:
-        name = f"data/{ref.key}"
-        if name not in archive.records:
-            raise CheckpointError(f"{where}: tensor data {name} is missing")
-        return storage(name)
-
-    return _resolve(root, where, storage_of, unpickler.budget)
-
-
-def _unpickle(data: bytes, where: str, placeholders: bool = True, names: bool = False) -> tuple[Any, _Unpickler]:
-    """Stubs included."""
-    unpickler = _Unpickler(data, placeholders, names)
-    try:
-        scan_pickle(data)  # before the first opcode runs: nothing below is safe for a pickle that it refuses
-        return unpickler.load(), unpickler
-    except UnsafePickleError as error:
-        raise UnsafePickleError(f"{where}: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        reason = printable(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
-
-
-def _resolve(root: Any, where: str, storage: Callable[[StorageRef], Storage], budget: Budget) -> Any:
-    """The structure with its stubs replaced by what they stand for."""
-    try:
-        result = Resolver(storage, budget).walk(root)
-        check_bounded(result, where)
-        return result
+        return _Unpickler(data, storage, placeholders, names).run()
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{where}: {error}") from None
     except CheckpointError:
         raise
-    except RecursionError:
-        raise CheckpointError(f"{where}: cannot be rebuilt: its containers are nested too deep") from None
-    except Exception as error:
+    except Exception as error:  # a damaged pickle can raise anything
         reason = printable(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: cannot be rebuilt ({reason})") from error
+        raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
 
 
 def check_bounded(root: Any, where: str) -> None:
@@ -340,7 +425,7 @@ def check_bounded(root: Any, where: str) -> None:
             sizes[id(value)] = math.inf  # while it is open
             size = 1.0
             for child in children:
-                size += 1 if is_leaf(child) else size_of(child, depth + 1)
+                size += 1 if type(child) in _LEAVES else size_of(child, depth + 1)
             sizes[id(value)] = size
             count[0] += len(children)
         return size

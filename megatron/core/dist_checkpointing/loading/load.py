@@ -12,19 +12,47 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
+import xxhash
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.loading.fully_parallel_load import (
-    all_gather_shares,
-    boxes_of,
-    share_reading,
-    view_of,
-)
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import (
+    Box,
+    Shape,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    narrow,
+    relative,
+)
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, some
+from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, share_evenly, some
+
+logger = logging.getLogger(__name__)
+
+_ROUND_BYTES = 256 << 20  # the buffer of one round of gathering, all ranks together
+_LARGEST_PART = 16 << 20
+_DIGEST_SIZE = 16
+
+BoxOf = dict[tuple[str, Shape], Box]
+
+RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
+
+
+# What is done about keys that are asked for but not stored ("unexpected"), and about the others ("missing").
+STRICTNESS = {
+    "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
+    "log_unexpected": (LOG, IGNORE),
+    "log_all": (LOG, LOG),
+    "raise_unexpected": (RAISE, IGNORE),
+    "raise_all": (RAISE, RAISE),
+    "return_unexpected": (RETURN, IGNORE),
+    "return_all": (RETURN, RETURN),
+    "ignore_all": (IGNORE, IGNORE),
+}
+"""Megatron-LM's values of `--dist-ckpt-strictness`."""
 
 
 @dataclass
@@ -37,6 +65,32 @@ class LoadReport:
     bytes_needed: int = 0
     bytes_read: int = 0
     seconds: float = 0.0
+
+
+class Contents(Protocol):
+    """What there is to load."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By key: something with the global `shape`."""
+        ...
+
+    @property
+    def objects(self) -> Collection[str]: ...
+
+
+class BoxReader(Protocol):
+    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are ValueErrors."""
+
+    bytes_needed: int
+    bytes_read: int
+
+    @property
+    def metadata(self) -> Contents: ...
+
+    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None: ...
+
+    def read_object(self, key: str) -> Any: ...
 
 
 def load(
@@ -62,20 +116,6 @@ def load(
     return fill(state, reader, str(directory), **options, parallelization_group=parallelization_group)
 
 
-class BoxReader(Protocol):
-    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are ValueErrors."""
-
-    bytes_needed: int
-    bytes_read: int
-
-    @property
-    def metadata(self) -> Contents: ...
-
-    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None: ...
-
-    def read_object(self, key: str) -> Any: ...
-
-
 def fill(
     state: ShardedStateDict,
     reader: BoxReader,
@@ -88,47 +128,51 @@ def fill(
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """`load` from what is open already, whatever its format; `where` names it in messages. A collective."""
-    check_strictness(strictness)
+    if strictness not in STRICTNESS:
+        raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
     started = time.perf_counter()
     coordination = Coordination.of(group)
 
-    def compare() -> tuple[LocalSpec, KeyComparison]:
+    def compare() -> tuple[LocalSpec, _KeyComparison]:
         spec = describe(state)
         _check_apart(state)
-        return spec, compare_keys(spec, reader.metadata)
+        return spec, _compare_keys(spec, reader.metadata)
 
-    def report_of(comparisons: list[KeyComparison]) -> list[KeyReport]:
-        merged = merge_comparisons(comparisons, reader.metadata, skip, where)
-        return [apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
+    def report_of(comparisons: list[_KeyComparison]) -> list[LoadReport]:
+        merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
+        return [_apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
     # An error of one rank is told to all before any of them waits for another one's share.
     spec, comparison = coordination.together(compare)
-    report: KeyReport = coordination.map_at_coordinator(comparison, report_of)
-    shares = _shares(reader, spec, parallelization_group)
+    report: LoadReport = coordination.map_at_coordinator(comparison, report_of)
+    shares = _share_reading(reader, spec, parallelization_group)
     objects = coordination.together(lambda: _read_local(state, reader, workers, shares, parallelization_group))
     if any(shares):
-        all_gather_shares(shares, boxes_of(state), parallelization_group)
-    seconds = time.perf_counter() - started
-    return LoadReport(objects, report.unexpected, report.missing, reader.bytes_needed, reader.bytes_read, seconds)
+        _all_gather_shares(shares, _boxes_of(state), parallelization_group)
+    report.objects, report.seconds = objects, time.perf_counter() - started
+    report.bytes_needed, report.bytes_read = reader.bytes_needed, reader.bytes_read
+    return report
 
 
 def _check_apart(state: ShardedStateDict) -> None:
     """No memory is filled from two keys: threads would race for it. (Only contiguous boxes are looked at.)"""
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
-        for (key, _), box in boxes_of(state).items()
+        for (key, _), box in _boxes_of(state).items()
         if (tensor := box.tensor).is_contiguous() and tensor.nbytes
     )
     for (_, stop, key), (start, _, other) in pairwise(spans):
         assert stop <= start or key == other, f"{key} and {other} are the same memory, which must have one source"
 
 
-def _shares(reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None) -> list[list[Item]]:
-    """Who reads what of the boxes that all ranks of `group` want; empty without a group."""
-    if group is None or dist.get_world_size(group) == 1:
-        return []
-    stored = spec._replace(tensors=tuple(t for t in spec.tensors if t.key in reader.metadata.tensors))
-    return share_reading(stored, group)
+def _boxes_of(state: ShardedStateDict) -> BoxOf:
+    tensors = [entry for entry in state.values() if isinstance(entry, ShardedTensor)]
+    return {(entry.key, box.offset): box for entry in tensors for box in entry.boxes}
+
+
+def _view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
+    """The rows of the local box that `item` means."""
+    return narrow(boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape)
 
 
 def _read_local(
@@ -139,63 +183,81 @@ def _read_local(
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Read into this rank's boxes: of the shared ones its own share only, all others whole."""
-    boxes = boxes_of(state)
+    boxes = _boxes_of(state)
     shared = {(item.key, item.box) for share in shares for item in share}
     alone = [place for place in boxes if place not in shared and place[0] in reader.metadata.tensors]
     requests = [Request(key, offset, boxes[key, offset].tensor) for key, offset in alone]
     if shares:
         mine = shares[dist.get_rank(group)]
-        requests += [Request(item.key, item.offset, view_of(item, boxes)) for item in mine]
+        requests += [Request(item.key, item.offset, _view_of(item, boxes)) for item in mine]
     reader.read_into(requests, workers)
     wanted = [entry.key for entry in state.values() if isinstance(entry, ShardedObject)]
     return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}
 
 
-logger = logging.getLogger(__name__)
+def _share_reading(reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None) -> list[list[Item]]:
+    """Which rows of the boxes that every rank of `group` wants each rank reads; the same answer on every rank.
+
+    Data-parallel replicas hold equal boxes of the weights: each reads an equal share of these, which are then gathered.
+    What one rank alone wants (its optimizer shard) it reads by itself; empty without a group. A collective. Ranks
+    exchange a digest for each box, not the boxes: a replica has tens of thousands of them.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return []
+    # Sorted: the ranks must number their boxes alike, and each holds them in the order of its own model.
+    boxes = sorted(
+        Item(tensor.key, tensor.dtype, offset, offset, shape)
+        for tensor in spec.tensors
+        if tensor.key in reader.metadata.tensors
+        for offset, shape in tensor.boxes
+    )
+    digests = [xxhash.xxh3_128_digest(repr(item).encode()) for item in boxes]
+    everywhere = set.intersection(
+        *(
+            {packed[i : i + _DIGEST_SIZE] for i in range(0, len(packed), _DIGEST_SIZE)}
+            for packed in Coordination.of(group).all_gather(b"".join(digests))
+        )
+    )
+    shared = [item for item, digest in zip(boxes, digests, strict=True) if digest in everywhere]
+    return share_evenly(shared, dist.get_world_size(group))
 
 
-class Contents(Protocol):
-    """What there is to load."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """By key: something with the global `shape`."""
-        ...
-
-    @property
-    def objects(self) -> Collection[str]: ...
-
-
-RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
-
-
-# What is done about keys that are asked for but not stored ("unexpected"), and about the others ("missing").
-STRICTNESS = {
-    "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
-    "log_unexpected": (LOG, IGNORE),
-    "log_all": (LOG, LOG),
-    "raise_unexpected": (RAISE, IGNORE),
-    "raise_all": (RAISE, RAISE),
-    "return_unexpected": (RETURN, IGNORE),
-    "return_all": (RETURN, RETURN),
-    "ignore_all": (IGNORE, IGNORE),
-}
-"""Megatron-LM's values of `--dist-ckpt-strictness`."""
+def _all_gather_shares(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
+    """Every rank has read its share into its boxes; afterwards every rank has all of them. A collective of `group`."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    views = [[_view_of(item, boxes) for item in share] for share in shares]
+    longest = max(sum(view.nbytes for view in share) for share in views)
+    part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
+    mine = torch.empty(part, dtype=torch.uint8, device=device)
+    received = torch.empty(size, part, dtype=torch.uint8, device=device)
+    # Rounds of bounded size: gathering whole shares at once would need the replicas' memory a second time.
+    for start in range(0, longest, part):
+        _copy_bytes(views[rank], start, mine)
+        dist.all_gather(list(received.unbind()), mine, group=group)
+        for other in range(size):
+            if other != rank:
+                _copy_bytes(views[other], start, received[other], fill=True)
 
 
-class KeyReport(NamedTuple):
-    """`unexpected`: asked for but not in the checkpoint; `missing`: in the checkpoint, asked for by no rank."""
+def _copy_bytes(tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False) -> None:
+    """The bytes from `start` on of tensors as one sequence, into `buffer`; with `fill` from it."""
+    position = 0
+    for tensor in tensors:
+        first, last = max(start, position), min(start + len(buffer), position + tensor.nbytes)
+        if first < last:
+            flat, part = tensor.reshape(-1).view(torch.uint8), buffer[first - start : last - start]
+            inside = slice(first - position, last - position)
+            if not fill:
+                part.copy_(flat[inside])
+            else:
+                flat[inside] = part
+                if not tensor.is_contiguous():  # then `flat` was a copy
+                    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        position += tensor.nbytes
 
-    unexpected: list[str]
-    missing: list[str]
 
-
-def check_strictness(strictness: str) -> None:
-    if strictness not in STRICTNESS:
-        raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
-
-
-class KeyComparison(NamedTuple):
+class _KeyComparison(NamedTuple):
     """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all ranks."""
 
     wrong: list[str]  # lines about keys whose shape or kind differs
@@ -203,7 +265,7 @@ class KeyComparison(NamedTuple):
     requested: bytes  # a bit for each key of the checkpoint, in sorted order: this rank asks for it
 
 
-def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
+def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """What this rank asks for against the checkpoint."""
     shapes: dict[str, tuple[int, ...] | None] = {tensor.key: tensor.shape for tensor in spec.tensors}
     shapes.update(dict.fromkeys(spec.objects))
@@ -218,12 +280,12 @@ def compare_keys(spec: LocalSpec, contents: Contents) -> KeyComparison:
     stored = _stored_keys(contents)
     # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of keys.
     requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
-    return KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
+    return _KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
 
 
-def merge_comparisons(
-    comparisons: Sequence[KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
-) -> KeyReport:
+def _merge_comparisons(
+    comparisons: Sequence[_KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
+) -> LoadReport:
     """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
@@ -233,21 +295,21 @@ def merge_comparisons(
     stored = _stored_keys(contents)
     requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
     missing = [key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)]
-    return KeyReport(unexpected, missing)
+    return LoadReport(unexpected=unexpected, missing=missing)
 
 
 def _stored_keys(contents: Contents) -> list[str]:
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
-def apply_strictness(report: KeyReport, strictness: str, contents: Contents, where: str) -> KeyReport:
+def _apply_strictness(report: LoadReport, strictness: str, contents: Contents, where: str) -> LoadReport:
     """Raise or log as `strictness` says; what is left is for the caller."""
     stored = _stored_keys(contents)
     unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
     titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
     raised, left = [], []
-    reactions = zip(report, (unexpected, report.missing), titles, STRICTNESS[strictness], strict=True)
-    for keys, lines, title, reaction in reactions:
+    found = ((report.unexpected, unexpected), (report.missing, report.missing))
+    for (keys, lines), title, reaction in zip(found, titles, STRICTNESS[strictness], strict=True):
         text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"
         if keys and reaction == RAISE:
             raised.append(text)
@@ -256,7 +318,7 @@ def apply_strictness(report: KeyReport, strictness: str, contents: Contents, whe
         left.append(keys if reaction == RETURN else [])
     if raised:
         raise CheckpointError(f"{where}: " + "\n".join(raised))
-    return KeyReport(*left)
+    return LoadReport(unexpected=left[0], missing=left[1])
 
 
 def _with_near(key: str, stored: list[str]) -> str:

@@ -17,14 +17,14 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from megatron.core.dist_checkpointing.background import same_cuda_device
-from megatron.core.dist_checkpointing.boxes import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of, tensor_envelope
-from megatron.core.dist_checkpointing.format.unpickler import safe_load, tensor_layout
+from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
+from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
+from megatron.core.dist_checkpointing.mapping import Runs, Shape, byte_runs, cut_rows, narrow, shifted
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
@@ -269,16 +269,11 @@ class _ShardReader:
 
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """In an archive that `torch.save` has written, whose records may be in any order."""
-        position, length = chunk.location.position, chunk.location.length
-        where = self._item_name(chunk)
+        _, position, length = chunk.location
         self.verify(position, position + length)
-        archive = Archive(lambda offset, size: self.read(position + offset, min(size, length - offset)), length, where)
-        nbytes = torch.Size(chunk.shape).numel() * dtype.itemsize
-        layout = tensor_layout(archive.read("data.pkl"), where)
-        names = [name for name in archive.records if name.startswith("data/")]
-        contiguous = layout == (dtype, chunk.shape, torch.empty(chunk.shape, device="meta").stride())
-        if contiguous and len(names) == 1 and archive.records[names[0]].size == nbytes:
-            return position + archive.data_offset(names[0])
+        tensor = open_archive(self._file, position, length, self._item_name(chunk))
+        if isinstance(tensor, FileTensor) and (tensor.dtype, tensor.shape) == (dtype, chunk.shape):
+            return tensor.position
         return None
 
     def _fill_from_whole(self, piece: _Piece) -> None:

@@ -15,9 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.boxes import BoxTable, Extent, Shape, row_axis, rows_of, shifted
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    BoxTable,
+    Extent,
+    Shape,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    row_axis,
+    rows_of,
+    shifted,
+)
 
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 

@@ -69,13 +69,13 @@ class SaveBarrier:
     """
 
     def __init__(self, store: dist.Store, save_id: str, rank: int, size: int, timeout: float) -> None:
-        self._store, self._prefix = store, f"checkpoint/{save_id}"
+        self._store = dist.PrefixStore(f"checkpoint/{save_id}", store)
         self._rank, self._size, self._timeout = rank, size, timeout
         self._next_news = 0.0
 
     def begin(self) -> None:
         """The directory is there and has room."""
-        self._store.set(self._key("begun"), "")
+        self._store.set("begun", "")
 
     def await_begin(self) -> None:
         self._wait("begun")
@@ -84,26 +84,25 @@ class SaveBarrier:
     def report(self, objects: Mapping[str, Location], checksums: bytes) -> None:
         """This rank's files are durable. The last report wakes rank 0."""
         line = json.dumps([self._rank, objects]).encode() + b"\n"
-        self._store.append(self._key("objects"), line)  # type: ignore[attr-defined]
+        self._store.append("objects", line)  # type: ignore[attr-defined]
         self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
         # Counted after the appends: whoever is last knows that all of them are there.
-        if self._store.add(self._key("reports"), 1) == self._size:
-            self._store.set(self._key("ready"), "")
+        if self._store.add("reports", 1) == self._size:
+            self._store.set("ready", "")
 
     def warn(self, warnings: Sequence[str]) -> None:
         """Before `report`: what the checkpoint lacks on this rank."""
         for text in warnings:
-            self._store.append(self._key("warnings"), f"rank {self._rank}: {text}\n")  # type: ignore[attr-defined]
+            self._store.append("warnings", f"rank {self._rank}: {text}\n")  # type: ignore[attr-defined]
 
     def warnings(self) -> str | None:
         """On rank 0 after `collect`: those of all ranks."""
-        key = self._key("warnings")
-        return self._store.get(key).decode().strip() if self._store.check([key]) else None
+        return self._store.get("warnings").decode().strip() if self._store.check(["warnings"]) else None
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on. The first failure is the one that is told."""
-        self._store.compare_set(self._key("failure"), "", f"rank {self._rank}: {reason}")
-        self._store.set(self._key("ready"), "")
+        self._store.compare_set("failure", "", f"rank {self._rank}: {reason}")
+        self._store.set("ready", "")
 
     def show_progress(self, nbytes: int = 0) -> None:
         """Called whenever something was written; raises CheckpointError if the save has failed elsewhere meanwhile."""
@@ -112,57 +111,54 @@ class SaveBarrier:
         if now < self._next_news or self._size == 1:
             return
         self._next_news = now + min(_NEWS_EVERY, self._timeout / (2 * _SLICES))
-        self._store.add(self._key("progress"), 1)
+        self._store.add("progress", 1)
         self._raise_failure()
 
     def collect(self) -> tuple[list[bytes], list[bytes]]:
         """The reports of all ranks: a line for the objects of each, always in the same order; all checksums."""
         self._wait("ready")
         self._raise_failure()
-        lines = sorted(self._store.get(self._key("objects")).splitlines())
+        lines = sorted(self._store.get("objects").splitlines())
         return lines, [self._store.get(bucket) for bucket in self._buckets()]
 
     def end(self, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self._store.compare_set(self._key("failure"), "", outcome.error)
-        self._store.set(self._key("outcome"), json.dumps(outcome))
-        self._store.set(self._key("begun"), "")
+            self._store.compare_set("failure", "", outcome.error)
+        self._store.set("outcome", json.dumps(outcome))
+        self._store.set("begun", "")
 
     def await_end(self) -> Outcome:
         self._wait("outcome")
-        return Outcome(*json.loads(self._store.get(self._key("outcome"))))
+        return Outcome(*json.loads(self._store.get("outcome")))
 
     def forget(self) -> None:
         """On rank 0, when no rank can ask for this save any more."""
         names = ("begun", "objects", "reports", "ready", "failure", "warnings", "progress", "outcome")
-        for key in (*map(self._key, names), *self._buckets()):
+        for key in (*names, *self._buckets()):
             self._store.delete_key(key)
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
 
     def _bucket(self, rank: int) -> str:
         """Where a rank's checksums go. At scale they are many megabytes: rank 0 reads them in parts, since copying them
         out of the store holds the interpreter's lock."""
-        return self._key(f"checksums/{rank % _BUCKETS}")
+        return f"checksums/{rank % _BUCKETS}"
 
     def _buckets(self) -> list[str]:
         return [self._bucket(rank) for rank in range(min(self._size, _BUCKETS))]
 
     def _raise_failure(self) -> None:
-        if self._store.check([self._key("failure")]):
-            raise CheckpointError(self._store.get(self._key("failure")).decode())
+        if self._store.check(["failure"]):
+            raise CheckpointError(self._store.get("failure").decode())
 
     def _wait(self, name: str) -> None:
         """Return when `name` is set. Silence is counted in waits, not by the clock: a rank that was stopped itself
         must not take its own absence for the others'."""
-        seen, silent = self._store.add(self._key("progress"), 0), 0
+        seen, silent = self._store.add("progress", 0), 0
         while True:
             try:
-                self._store.wait([self._key(name)], timedelta(seconds=self._timeout / _SLICES))
+                self._store.wait([name], timedelta(seconds=self._timeout / _SLICES))
                 return
             except RuntimeError:  # the time is over, or the store is lost: then the next line says so
-                progress = self._store.add(self._key("progress"), 0)
+                progress = self._store.add("progress", 0)
             seen, silent = progress, 0 if progress != seen else silent + 1
             if silent == _SLICES:
                 raise CheckpointError(self._silence(name))
@@ -170,8 +166,7 @@ class SaveBarrier:
     def _silence(self, name: str) -> str:
         who = "rank 0"
         if name == "ready":
-            key = self._key("objects")
-            lines = self._store.get(key).splitlines() if self._store.check([key]) else []
+            lines = self._store.get("objects").splitlines() if self._store.check(["objects"]) else []
             late = sorted(set(range(self._size)) - {json.loads(line)[0] for line in lines})
             who = f"rank {', '.join(map(str, late[:20]))}"
         return (

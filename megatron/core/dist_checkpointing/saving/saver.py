@@ -211,12 +211,11 @@ def save(
     Raises CheckpointError on every rank if it is not; nothing of it is left then, and a checkpoint that `directory`
     held before is as it was.
     """
-    limit = staging_for_waiting(workers)
     with AsyncSaver(
         group,
         fully_parallel=fully_parallel,
         workers=workers,
-        staging_mem_limit=limit,
+        staging_mem_limit=staging_for_waiting(workers),
         timeout=timeout,
         progress=progress,
     ) as saver:
@@ -227,17 +226,10 @@ def save(
 
 
 class Drainer(Conductor):
-    """Copies local checkpoints, one after the other. All ranks of `group` make the same calls in the same order."""
+    """Copies local checkpoints, one after the other. All ranks make the same calls in the same order."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        workers: int = 2,
-        timeout: float = 600.0,
-        progress: Progress = lambda nbytes: None,
-    ) -> None:
-        super().__init__(Coordination.of(group), timeout, progress, "checkpoint-drain-conductor")
+    def __init__(self, *, workers: int = 2, timeout: float = 600.0) -> None:
+        super().__init__(Coordination.of(None), timeout, lambda nbytes: None, "checkpoint-drain-conductor")
         self._pool = Workers(workers, "checkpoint-drainer")
         self._buffer = StagingBuffer(workers, pinned=False)
 
@@ -267,7 +259,7 @@ class Drainer(Conductor):
         checkpoint.keep_until(current.done)
         current.common, current.failure = local.common, local.failure
         if local.transfer is not None:
-            current.transfer = _FromDisk(local, local.transfer.objects, self._pool, self._buffer.slots)
+            current.transfer = _FromDisk(local, checkpoint, local.transfer.objects, self._pool, self._buffer.slots)
         self._thread.submit(lambda: self._conduct(current))
         return current
 
@@ -278,11 +270,13 @@ class Drainer(Conductor):
 
 
 class _FromDisk(StageAndWrite):
-    """Reads the data files of the local save `local` on this rank."""
+    """Reads the data files of `checkpoint` that the save `local` writes on this rank."""
 
-    def __init__(self, local: SaveHandle, objects: ObjectFile, pool: Workers, slots: list[Slot]) -> None:
+    def __init__(
+        self, local: SaveHandle, checkpoint: LocalCheckpoint, objects: ObjectFile, pool: Workers, slots: list[Slot]
+    ) -> None:
         super().__init__(local.plan.files, (), objects, None, pool, lambda: slots)
-        self._local = local
+        self._local, self._checkpoint = local, checkpoint
 
     def begin(self) -> None:
         """Wait until they are there."""
@@ -292,7 +286,7 @@ class _FromDisk(StageAndWrite):
         super().begin()
 
     def _fill(self, chunk: FileChunk, slot: Slot) -> None:
-        with open_file(self._path(self._local.plan.files.files[chunk.file].name)) as file:
+        with open_file(self._checkpoint.directory / self._files[chunk.file].name) as file:
             file.read_into(slot.view[: chunk.length], chunk.offset)
             file.forget(chunk.offset, chunk.length)
 
@@ -302,13 +296,6 @@ class _FromDisk(StageAndWrite):
         # What was written is what was read, so the hashes of the local save tell whether the disk has damaged it.
         for name, expected in self._checkpoint.data_files().items():
             if sums[target.name_of(name)] != expected:
-                raise CheckpointError(f"{self._path(name)}: damaged on the disk of its node since it was written")
+                path = self._checkpoint.directory / name
+                raise CheckpointError(f"{path}: damaged on the disk of its node since it was written")
         return sums
-
-    @property
-    def _checkpoint(self) -> LocalCheckpoint:
-        assert isinstance(self._local.pending, LocalCheckpoint)
-        return self._local.pending
-
-    def _path(self, name: str) -> Path:
-        return self._checkpoint.directory / name

@@ -27,13 +27,20 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot, Workers
-from megatron.core.dist_checkpointing.boxes import Shape, narrow, relative, row_axis
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pad_archive
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    Shape,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    narrow,
+    relative,
+    row_axis,
+)
 from megatron.core.dist_checkpointing.planning.planner import Item
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Shard

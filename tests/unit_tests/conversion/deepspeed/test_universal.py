@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron.conversion.deepspeed.files import find_universal
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.formats import Options
+from megatron.conversion.formats import Hints, Options, formats_of, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
-from megatron.core.dist_checkpointing.format.unpickler import safe_load
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
+from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from tests import GOLDEN
 from tests.distributed import DistributedPool
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
@@ -39,6 +37,15 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def at(root: Path) -> Path:
+    """The directory that `latest_universal` in `root` names, or `root`."""
+    return root / (read_latest(root) or "")
+
+
+def opened(root: Path, args: dict[str, Any] | None = None, qkv_layout: str | None = None) -> UniversalSource:
+    return UniversalSource(at(root), Hints(args or {}, qkv_layout=qkv_layout))
+
+
 def array(path: Path) -> torch.Tensor:
     return torch.from_numpy(np.load(path))
 
@@ -46,7 +53,7 @@ def array(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", SETS)
 def test_golden_logits(name: str, golden: Path) -> None:
     """Names, layers, order of q, k and v, vocabulary and arguments are understood: the logits are the golden ones."""
-    source = UniversalSource(golden / name)
+    source = opened(golden / name)
     tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
     assert_close(reference_logits(source, tokens, main=True).float(), expected, atol=1e-6, rtol=0)
     for stages in (1, 2):
@@ -56,14 +63,14 @@ def test_golden_logits(name: str, golden: Path) -> None:
 def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: DistributedPool) -> None:
     for name in ("gpt_blockqkv_fp32_tp2", "gpt_fp32_tp2_pp2"):
         tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
-        for found in pool.run(tensor_parallel_logits, 2, UniversalSource(golden / name), tokens):
+        for found in pool.run(tensor_parallel_logits, 2, opened(golden / name), tokens):
             assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)])
 def test_golden_resume(name: str, rows: int, golden: Path) -> None:
     """Weights, both moments, the step, the groups and the learning rate go on as in the original run."""
-    source = UniversalSource(golden / name, {"vocab_size": rows})
+    source = opened(golden / name, {"vocab_size": rows})
     model = chunk(source, main=True)
     assert source.training is not None and source.training.param_groups is not None
     optimizer = adamw(model, source)
@@ -105,13 +112,13 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
 
 
 def test_training_state(golden: Path) -> None:
-    training = UniversalSource(golden / "gpt_fp32_tp2_pp2").training
+    training = opened(golden / "gpt_fp32_tp2_pp2").training
     assert training is not None and training.param_groups is not None and training.scheduler is not None
     assert (training.iteration, training.consumed_train_samples) == (6, 24)
     assert [group["step"] for group in training.param_groups] == [6, 6]
     assert [group["weight_decay"] for group in training.param_groups] == [0.1, 0.0]
     assert training.scheduler["num_steps"] == 24 and training.scheduler["lr_decay_style"] == "cosine"
-    bloom = UniversalSource(golden / "bloom_bf16_tp2_pp2").training
+    bloom = opened(golden / "bloom_bf16_tp2_pp2").training
     assert bloom is not None and bloom.param_groups is not None
     assert bloom.scheduler == training.scheduler  # other names, the same schedule
     assert [group["step"] for group in bloom.param_groups] == [6, 6]  # counted: there is no step.pt
@@ -121,14 +128,14 @@ def test_training_state(golden: Path) -> None:
 def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
     """Every parameter file that we write holds what the original holds, apart from what is known to differ."""
     rows = {"bloom_bf16_tp2_pp2": 288}.get(name)
-    source = UniversalSource(golden / name, {"vocab_size": rows} if rows else None)
+    source = opened(golden / name, {"vocab_size": rows} if rows else None)
     style = "no-pipeline" if "nopipe" in name else None
     blocks = 2 if "blockqkv" in name else None
     write_universal(
         source, tmp_path / "out", Options(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2)
     )
-    ours, theirs = find_universal(tmp_path / "out"), find_universal(golden / name)
-    assert ours is not None and theirs is not None and ours.name == theirs.name
+    ours, theirs = at(tmp_path / "out"), at(golden / name)
+    assert ours.name == theirs.name
     folders = {path.name for path in (theirs / "zero").iterdir() if path.is_dir()}
     assert {path.name for path in (ours / "zero").iterdir() if path.is_dir()} == folders
     for folder in folders:
@@ -179,7 +186,7 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
     assert source.training is not None
     source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
     write_universal(source, tmp_path / "out", Options(universal_style=style))
-    back = UniversalSource(tmp_path / "out")
+    back = opened(tmp_path / "out")
     assert back.tensors == source.tensors and back.training == source.training
     for key in source.tensors:
         assert torch.equal(read_whole(back, key), source.values[key]), key
@@ -193,7 +200,7 @@ def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None
     notes = write_universal(random_source(args, optimizer=False), tmp_path / "out")
     for part in ("window_size", "use_rope_scaling", "qk_layernorm", "add_qkv_bias", "moments are zero"):
         assert any(part in note for note in notes), part
-    back = UniversalSource(tmp_path / "out")
+    back = opened(tmp_path / "out")
     assert not read_whole(back, optimizer_key("exp_avg", QKV)).any()
     assert back.training is not None and back.training.iteration == 0
 
@@ -202,22 +209,22 @@ def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
     """The layout is taken from the arguments, and can be named."""
     source = random_source(GPT_ARGS)
     write_universal(source, tmp_path / "out", Options(2, qkv_blocks=True))
-    assert torch.equal(read_whole(UniversalSource(tmp_path / "out"), QKV), source.values[QKV])
-    misread = read_whole(UniversalSource(tmp_path / "out", qkv_layout="groups"), QKV)
+    assert torch.equal(read_whole(opened(tmp_path / "out"), QKV), source.values[QKV])
+    misread = read_whole(opened(tmp_path / "out", qkv_layout="groups"), QKV)
     assert not torch.equal(misread, source.values[QKV])
     write_universal(MemorySource(source.args | {"x": 1}, source.values), tmp_path / "plain")
     assert not torch.equal(
-        read_whole(UniversalSource(tmp_path / "plain", {"tensor_model_parallel_size": 2}, "tp-blocks"), QKV),
+        read_whole(opened(tmp_path / "plain", {"tensor_model_parallel_size": 2}, "tp-blocks"), QKV),
         source.values[QKV],
     )
     with pytest.raises(ValueError, match="give one of groups, tp-blocks"):
-        UniversalSource(tmp_path / "plain", qkv_layout="thirds")
+        opened(tmp_path / "plain", qkv_layout="thirds")
     llama = random_source(LLAMA_ARGS)
     with pytest.raises(ValueError, match="no --group-query-attention"):
         write_universal(llama, tmp_path / "llama", Options(2, qkv_blocks=True))
     write_universal(llama, tmp_path / "llama")
     with pytest.raises(ValueError, match="something else than grouped-query attention"):
-        UniversalSource(tmp_path / "llama", qkv_layout="tp-blocks")
+        opened(tmp_path / "llama", qkv_layout="tp-blocks")
 
 
 def edit(path: Path, change: Any) -> None:
@@ -229,50 +236,47 @@ def edit(path: Path, change: Any) -> None:
 def written(tmp_path: Path) -> Path:
     """A plain GPT as universal checkpoint; returns the inner directory."""
     write_universal(random_source(GPT_ARGS), tmp_path / "written")
-    found = find_universal(tmp_path / "written")
-    assert found is not None
-    return found
+    return at(tmp_path / "written")
 
 
 def test_directory_without_arguments(written: Path) -> None:
     """What shapes and names give away is not asked for; the rest is, by flag."""
-    expected = UniversalSource(written)
+    expected = opened(written)
     edit(written / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
     with pytest.raises(ValueError, match="give --num-attention-heads"):
-        UniversalSource(written)
-    source = UniversalSource(written, {"num_attention_heads": 4})
+        opened(written)
+    source = opened(written, {"num_attention_heads": 4})
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), read_whole(expected, key)) for key in source.tensors)
     edit(written / "mp_rank_00_model_states.pt", lambda s: s | {"universal_checkpoint_info": {}})
-    assert UniversalSource(written, {"num_attention_heads": 4}).tensors == expected.tensors  # vocab_tensor tells
+    assert opened(written, {"num_attention_heads": 4}).tensors == expected.tensors  # vocab_tensor tells
 
     def unmark(entry: dict) -> dict:
         return {key: value for key, value in entry.items() if key != "vocab_tensor"}
 
     edit(written / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt", unmark)
     with pytest.raises(ValueError, match=r"does not tell tokens from padding: give --vocab-size \(rows: 67\)"):
-        UniversalSource(written, {"num_attention_heads": 4})
-    shorter = UniversalSource(written, {"num_attention_heads": 4, "vocab_size": 60})
+        opened(written, {"num_attention_heads": 4})
+    shorter = opened(written, {"num_attention_heads": 4, "vocab_size": 60})
     assert shorter.tensors[WORD_EMBEDDINGS].shape == (60, 32)
 
 
 def test_positions_are_asked_for(tmp_path: Path) -> None:
     write_universal(random_source(LLAMA_ARGS), tmp_path / "out")
-    found = find_universal(tmp_path / "out")
-    assert found is not None
+    found = at(tmp_path / "out")
     edit(found / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
     with pytest.raises(ValueError, match="give --position-embedding-type"):
-        UniversalSource(found, {"num_attention_heads": 4})
-    source = UniversalSource(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
+        opened(found, {"num_attention_heads": 4})
+    source = opened(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
     assert source.args["num_query_groups"] == 2 and source.args["swiglu"]
 
 
 def test_flat_tensors_of_zero_3(written: Path) -> None:
-    expected = UniversalSource(written)
+    expected = opened(written)
     values = {key: read_whole(expected, key) for key in expected.tensors}
     for path in (written / "zero").glob("*/[fe]*.pt"):
         edit(path, lambda entry: entry["param"].flatten())
-    source = UniversalSource(written)
+    source = opened(written)
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
     part = source.read(QKV, (7, 3), (11, 5))
@@ -284,30 +288,30 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
     moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
     moment.rename(tmp_path / "moment")
     with pytest.raises(ValueError, match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"):
-        read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+        read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     moment.write_bytes((tmp_path / "moment").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"exp_avg\.pt"):
-        read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+        read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     shutil.move(tmp_path / "moment", moment)
     shutil.copy(moment, tmp_path / "moment")
     for other, shape in ((torch.zeros(2), r"float32 of shape \[2\]"), (torch.zeros(32, dtype=torch.int), "int32")):
         edit(moment, lambda _, other=other: {"param": other})
         with pytest.raises(ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"):
-            read_whole(UniversalSource(written), optimizer_key("exp_avg", LAYER_NORM))
+            read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     shutil.move(tmp_path / "moment", moment)
 
     edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step + 1)
     with pytest.raises(ValueError, match=r"different steps: \[7, 8\]"):
-        UniversalSource(written)
+        opened(written)
     edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step - 1)
 
     shutil.move(zero / "3.mlp.dense_4h_to_h.bias", tmp_path / "bias")
     with pytest.raises(ValueError, match=r"it lacks decoder\.layers\.1\.mlp\.linear_fc2\.bias"):
-        UniversalSource(written)
+        opened(written)
     shutil.move(tmp_path / "bias", zero / "3.mlp.dense_4h_to_h.bias")
     (zero / "5.moe.gate.weight").mkdir()
     with pytest.raises(ValueError, match=r"5\.moe\.gate\.weight are not parameters of a GPT"):
-        UniversalSource(written)
+        opened(written)
     (zero / "5.moe.gate.weight").rmdir()
 
     def other_heads(state: dict) -> dict:
@@ -318,12 +322,12 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]"
     ):
-        UniversalSource(written)
+        opened(written)
     (written / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(ValueError, match="it has no mp_rank_00_model_states.pt"):
-        UniversalSource(written)
+        opened(written)
     with pytest.raises(ValueError, match="is no DeepSpeed universal checkpoint"):
-        UniversalSource(tmp_path)
+        opened(tmp_path)
 
 
 LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
@@ -336,7 +340,7 @@ def test_unsupported_arguments_are_refused(written: Path) -> None:
 
     edit(written / "mp_rank_00_model_states.pt", squared)
     with pytest.raises(ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"):
-        UniversalSource(written)
+        opened(written)
 
 
 def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
@@ -344,10 +348,22 @@ def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     name = golden / "bloom_bf16_tp2_pp2"
-    write_huggingface(UniversalSource(name, {"bf16": False}), tmp_path / "hf")
+    write_huggingface(opened(name, {"bf16": False}), tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
     with torch.no_grad():
         assert_close(model(array(name / "input_ids.npy")).logits, array(name / "logits.npy"), atol=1e-5, rtol=0)
+
+
+def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
+    yarn = LLAMA_ARGS | {"rope_type": "yarn", "rotary_scaling_factor": 4.0}
+    lost = [write_universal(random_source(args), tmp_path / str(n)) for n, args in enumerate((LLAMA_ARGS, yarn))]
+    assert [any(note.startswith("rope_type: ") for note in notes) for notes in lost] == [False, True]
+
+
+def test_a_model_without_form_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"):
+        write_universal(random_source(LLAMA_ARGS | {"rotary_interleaved": True}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
@@ -360,7 +376,7 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     source = random_source(GPT_ARGS)
     with pytest.raises(OSError, match="disk full"):
         write_universal(Failing(source.args, source.values, source.training), tmp_path / "out")
-    assert not (tmp_path / "out" / "latest_universal").exists() and find_universal(tmp_path / "out") is None
+    assert not (tmp_path / "out" / "latest_universal").exists() and not formats_of(tmp_path / "out")
 
 
 def test_names_and_sizes_that_cannot_be(written: Path) -> None:
@@ -373,12 +389,12 @@ def test_names_and_sizes_that_cannot_be(written: Path) -> None:
     edit(written / "mp_rank_00_model_states.pt", too_many)
     given = {"num_attention_heads": 1000, "position_embedding_type": "learned_absolute"}
     with pytest.raises(ValueError, match="--num-attention-heads|hidden_size"):
-        UniversalSource(written, given)
-    shutil.copytree(written / "zero" / "4.weight", written / "zero" / "77.weight")
+        opened(written, given)
+    shutil.copytree(written / "zero" / "4.weight", written / "zero" / "5.weight")
     with pytest.raises(ValueError, match=r"\d+\.weight and other names are the same parameters of a GPT"):
-        UniversalSource(written)
-    shutil.rmtree(written / "zero" / "77.weight")
+        opened(written)
+    shutil.rmtree(written / "zero" / "5.weight")
     (embedding,) = written.glob("zero/*.word_embeddings.weight/fp32.pt")
     edit(embedding, lambda _: {"param": torch.tensor(1.0)})
     with pytest.raises(ValueError, match="has no word embedding"):
-        UniversalSource(written)
+        opened(written)

@@ -181,7 +181,7 @@ def test_experts_in_one_tensor(saved, tmp_path, name):
 
 def test_universal_checkpoints_have_no_experts(saved, tmp_path):
     _, models = saved
-    with pytest.raises(ValueError, match="--num-experts 4: universal checkpoints have no names for the experts"):
+    with pytest.raises(ValueError, match="universal checkpoints have no name for decoder.* of --num-experts"):
         convert(models["mixtral"][0], tmp_path / "out", "universal")
     assert not (tmp_path / "out").exists()
 

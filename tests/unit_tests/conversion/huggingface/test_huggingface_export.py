@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.conversion.formats import Options
+from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
 from tests import GOLDEN
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
@@ -68,7 +67,7 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
     back = HuggingFaceSource(tmp_path / "hf")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
-    without = HuggingFaceSource(tmp_path / "hf", use_sidecar=False)
+    without = HuggingFaceSource(tmp_path / "hf", Hints(optimizer=False))
     assert without.training is None and not any(key.startswith("optimizer.") for key in without.tensors)
 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

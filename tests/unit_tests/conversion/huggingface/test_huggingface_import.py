@@ -11,10 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.formats import Options, is_huggingface
+from megatron.conversion.formats import Hints, Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.model import WORD_EMBEDDINGS
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
+from megatron.core.transformer.transformer_config import deciding_fields
+from megatron.training.checkpoint.resume import check_same_model
+from megatron.training.config.run_config import stored_args
 from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
@@ -193,7 +195,7 @@ def test_windows(tmp_path: Path) -> None:
 
 def test_what_the_user_gives_wins(llama: Path) -> None:
     edit_config(llama, num_hidden_layers=None, logit_scale=1.0)
-    source = HuggingFaceSource(llama, {"num_layers": 1}, ignored_fields=["logit_scale"])
+    source = HuggingFaceSource(llama, Hints({"num_layers": 1}, ("logit_scale",)))
     assert source.args["num_layers"] == 1
     assert "model.layers.1.mlp.up_proj.weight" in source.unused
 
@@ -269,4 +271,13 @@ def test_other_quantized_weights_are_refused(change: Any, ignored: tuple[str, ..
     edit_weights(llama, **{name: torch.ones(48, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(3, 2)})
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
-        HuggingFaceSource(llama, ignored_fields=ignored)
+        HuggingFaceSource(llama, Hints(ignored_fields=ignored))
+
+
+def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:
+    """Also with what config.json has no field for: softcapping in a run that loads a Llama is other mathematics."""
+    source = HuggingFaceSource(llama)
+    assert {field.name for field in deciding_fields()} <= source.args.keys()
+    flags = source.args | {"attn_logit_softcapping": 30.0}
+    (warning,) = check_same_model(flags, stored_args(source.args), source.description)
+    assert "attn_logit_softcapping: None in the checkpoint, 30.0 now" in warning

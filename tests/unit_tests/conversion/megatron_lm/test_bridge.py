@@ -62,7 +62,7 @@ def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
     ("name", "value", "message"),
     [
         ("num_moe_experts", 8, r"lacks decoder.layers.0.pre_mlp_layernorm.weight, which its arguments call for"),
-        ("fp32_residual_connection", True, "fp32_residual_connection: True"),
+        ("fp32_residual_connection", True, "fp32_residual_connection = True"),
         ("gated_linear_unit", False, "its activation is torch.nn.functional.silu"),
         ("activation_func", {"_target_": "megatron.core.activations.squared_relu"}, "gated megatron.core.activations"),
         ("params_dtype", {"_target_": "torch.float8_e4m3fn"}, "weights of float8_e4m3fn are not supported"),

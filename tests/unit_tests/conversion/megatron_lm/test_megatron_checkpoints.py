@@ -10,7 +10,7 @@ from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout
+from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import read_whole
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, safe_load, save
 from tests import ROOT

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
+import shutil
 
 import pytest
 import torch
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import Hints, Options, is_extra_state
-from megatron.conversion.megatron_lm.args import stored_model
+from megatron.conversion.formats import Hints, Options, fault, is_extra_state, require_checkpoint
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
-from megatron.conversion.model_space.rank_layout import Layout, in_modules, plan_load, rank_parameters
+from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
 from tests.compare import assert_same, read_all
 from tests.memory_source import LLAMA_ARGS, random_source
@@ -43,6 +43,16 @@ def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other
     assert_same(read_all(one), read_all(two))
     assert one.training.param_groups == two.training.param_groups and len(one.training.param_groups) == 2
     assert (one.training.iteration, one.training.consumed_train_samples) == (5, 40)
+
+
+def test_a_lost_file_of_an_expert_rank_is_a_fault(archive, tmp_path):
+    """The directories of ranks are then named after their experts, too."""
+    whole = require_checkpoint(archive("tp2ep2etp2_legacy")).directory
+    assert fault(whole) is None
+    shutil.copytree(whole, tmp_path / "run")
+    lost = sorted((tmp_path / "run").glob("mp_rank_*"))[-1]
+    shutil.rmtree(lost)
+    assert f"{lost.name}/model_optim_rng.pt is missing" in fault(tmp_path / "run")
 
 
 def test_without_the_distributed_optimizer(archive):
@@ -209,8 +219,7 @@ def test_rows_that_local_modules_cannot_split(tmp_path_factory, tmp_path):
     source = open_checkpoint(unpacked(tmp_path_factory, "megatron_moe/deepseek_fp32/pp2ep2_legacy"))
     layout = Layout.of(source.args["num_layers"], 2, 1, experts=(1, None))
     source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}
-    config = stored_model(source.args, 288, "a model")
+    config = model_config(source.args, 288, "a model")
     odd = dataclasses.replace(config, kv_lora_rank=config.kv_lora_rank + 1)
-    (chunk,) = rank_parameters(odd, layout, 0, 0)
     with pytest.raises(ValueError, match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly"):
-        in_modules(chunk, source.args, 0)
+        rank_parameters(odd, layout, 0, 0, args=source.args)

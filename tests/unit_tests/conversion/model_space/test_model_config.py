@@ -4,10 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron.conversion.deepspeed.args import write_args
-from megatron.conversion.model_space.model import model_config, model_parameters, model_tensors
-from megatron.conversion.model_space.rank_layout import Layout
-from megatron.conversion.model_space.source import TrainingState
+from megatron.conversion.deepspeed.files import parts_without_place
+from megatron.conversion.model_space.model import Layout, model_config, model_parameters, model_tensors
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
 from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
@@ -167,7 +165,7 @@ def test_missing_arguments_are_asked_for() -> None:
 def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) -> None:
     config = model_config(LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo")
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"):
-        write_args(config, {}, TrainingState(), None)
+        parts_without_place(config)
 
 
 @pytest.mark.parametrize(

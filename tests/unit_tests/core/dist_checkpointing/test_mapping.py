@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.boxes import flat_range_boxes
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, map_keys
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, flat_range_boxes
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
@@ -61,9 +60,3 @@ def test_vocabulary_padding_is_in_no_box():
     shard = last.flat_range("m", 2, torch.arange(2.0, 12.0))
     assert [(box.offset, box.tensor.tolist()) for box in shard.boxes] == [((7, 0), [[2.0, 3.0]])]
     assert ShardedTensor.split_rows("e", padded, rank=1, size=2, num_rows=6).boxes == ()
-
-
-def test_map_keys_renames_dict_and_entries():
-    state = {"a.x": ShardedTensor.replicated("a.x", torch.zeros(2)), "a.o": ShardedObject("a.o", 1)}
-    renamed = map_keys(state, lambda key: key.replace("a.", "b."))
-    assert list(renamed) == ["b.x", "b.o"] and [entry.key for entry in renamed.values()] == ["b.x", "b.o"]

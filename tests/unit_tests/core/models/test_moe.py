@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from megatron.conversion.model_space.rank_layout import local_name
+from megatron.conversion.model_space.model import local_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
 from megatron.core.module import Normal

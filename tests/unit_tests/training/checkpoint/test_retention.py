@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.find_checkpoint import fault, find_checkpoint, iteration_directory, saved_iterations
+from megatron.conversion.formats import fault, find_checkpoint, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -20,32 +20,27 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.training.checkpoint.retention import (
-    VALIDATION_LOSS,
-    Retention,
-    RetentionPolicy,
-    holds_checkpoint,
-    to_delete,
-)
+from megatron.training.checkpoint.saver import VALIDATION_LOSS, Retention, holds_checkpoint, to_delete
+from megatron.training.config.options import CheckpointConfig
 
 
 @pytest.mark.parametrize(
-    "policy, saved, losses, deleted",
+    "rules, saved, losses, deleted",
     [
-        (RetentionPolicy(), [1, 2, 3], {}, []),
-        (RetentionPolicy(keep_last_n=1), [1, 2, 3], {}, [1, 2]),
-        (RetentionPolicy(keep_last_n=2), [1, 2, 3], {}, [1]),
-        (RetentionPolicy(keep_last_n=9), [1, 2, 3], {}, []),
-        (RetentionPolicy(save_retain_interval=2), [1, 2, 3, 4, 5], {}, [1, 3]),
-        (RetentionPolicy(keep_last_n=2, save_retain_interval=4), [2, 4, 6, 8, 10], {}, [2, 6]),
-        (RetentionPolicy(keep_best_n=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
-        (RetentionPolicy(keep_best_n=2), [1, 2, 3, 4], {1: 2.0, 2: 2.0, 3: 2.0}, [1]),  # the later of equal ones
-        (RetentionPolicy(keep_best_n=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
-        (RetentionPolicy(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
+        (CheckpointConfig(), [1, 2, 3], {}, []),
+        (CheckpointConfig(keep_last_n=1), [1, 2, 3], {}, [1, 2]),
+        (CheckpointConfig(keep_last_n=2), [1, 2, 3], {}, [1]),
+        (CheckpointConfig(keep_last_n=9), [1, 2, 3], {}, []),
+        (CheckpointConfig(save_retain_interval=2), [1, 2, 3, 4, 5], {}, [1, 3]),
+        (CheckpointConfig(keep_last_n=2, save_retain_interval=4), [2, 4, 6, 8, 10], {}, [2, 6]),
+        (CheckpointConfig(keep_best_n=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
+        (CheckpointConfig(keep_best_n=2), [1, 2, 3, 4], {1: 2.0, 2: 2.0, 3: 2.0}, [1]),  # the later of equal ones
+        (CheckpointConfig(keep_best_n=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
+        (CheckpointConfig(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
     ],
 )
-def test_rules(policy, saved, losses, deleted):
-    assert to_delete(saved, saved[-1], policy, losses) == deleted
+def test_rules(rules, saved, losses, deleted):
+    assert to_delete(saved, saved[-1], rules, losses) == deleted
 
 
 def test_any_history():
@@ -53,7 +48,7 @@ def test_any_history():
     rng = random.Random(0)
     for _ in range(300):
         some = lambda top: rng.choice([None, rng.randint(1, top)])  # noqa: E731
-        policy = RetentionPolicy(some(4), some(7), some(3))
+        rules = CheckpointConfig(keep_last_n=some(4), save_retain_interval=some(7), keep_best_n=some(3))
         saved, losses, iteration = set(), {}, 0
         for _ in range(25):
             iteration += rng.randint(1, 5)
@@ -61,19 +56,19 @@ def test_any_history():
             if rng.random() < 0.5:
                 losses[iteration] = rng.choice([rng.random(), 0.5, float("nan")])
             before = set(saved)
-            saved -= set(to_delete(saved, iteration, policy, losses))
+            saved -= set(to_delete(saved, iteration, rules, losses))
             assert iteration in saved
-            assert sorted(before)[-(policy.keep_last_n or 1) :] == sorted(saved)[-(policy.keep_last_n or 1) :]
+            assert sorted(before)[-(rules.keep_last_n or 1) :] == sorted(saved)[-(rules.keep_last_n or 1) :]
             known = {i: losses[i] for i in before if i in losses and losses[i] == losses[i]}
-            best = sorted(known.values())[: policy.keep_best_n or 0]
+            best = sorted(known.values())[: rules.keep_best_n or 0]
             assert sorted(known[i] for i in saved if i in known)[: len(best)] == best
-            if policy.save_retain_interval:
-                assert {i for i in before if i % policy.save_retain_interval == 0} <= saved
-            if not policy.deletes:
+            if rules.save_retain_interval:
+                assert {i for i in before if i % rules.save_retain_interval == 0} <= saved
+            if not rules.removes_checkpoints:
                 assert saved == before
                 continue
-            bound = (policy.keep_last_n or 1) + (policy.keep_best_n or 0)
-            retained = sum(i % (policy.save_retain_interval or iteration + 1) == 0 for i in saved)
+            bound = (rules.keep_last_n or 1) + (rules.keep_best_n or 0)
+            retained = sum(i % (rules.save_retain_interval or iteration + 1) == 0 for i in saved)
             assert len(saved) <= bound + retained
 
 
@@ -103,8 +98,8 @@ def make(job, iteration, loss=None):
     return lineage
 
 
-def apply(job, policy, newest, lineage):
-    retention = Retention(policy, job[0])
+def apply(job, rules, newest, lineage):
+    retention = Retention(rules, job[0])
     removed = retention.apply(newest, lineage, math.nan)
     retention.close()
     return [path.name for path in removed]
@@ -118,7 +113,7 @@ def test_losses_come_from_the_files(tmp_path):
     job = start(tmp_path)
     for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
         lineage = make(job, iteration, loss)
-    assert apply(job, RetentionPolicy(keep_best_n=1), 4, lineage) == ["iter_0000001", "iter_0000003"]
+    assert apply(job, CheckpointConfig(keep_best_n=1), 4, lineage) == ["iter_0000001", "iter_0000003"]
     assert visible(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
 
 
@@ -129,7 +124,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_notes").mkdir()
     (tmp_path / "tensorboard").mkdir()
-    assert apply(job, RetentionPolicy(keep_last_n=1), 2, lineage) == ["iter_0000001"]
+    assert apply(job, CheckpointConfig(keep_last_n=1), 2, lineage) == ["iter_0000001"]
     assert {"iter_0000000", "iter_notes", "tensorboard"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -141,11 +136,11 @@ def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
     second = start(tmp_path, after=4)
     make(second, 5)
     lineage = make(second, 6)
-    assert apply(second, RetentionPolicy(keep_last_n=3), 6, lineage) == ["iter_0000002"]
+    assert apply(second, CheckpointConfig(keep_last_n=3), 6, lineage) == ["iter_0000002"]
     assert saved_iterations(tmp_path) == [4, 5, 6, 8, 10]
     third = start(tmp_path, after=6)
     lineage = make(third, 9)
-    assert apply(third, RetentionPolicy(keep_last_n=2), 9, lineage) == ["iter_0000004", "iter_0000005"]
+    assert apply(third, CheckpointConfig(keep_last_n=2), 9, lineage) == ["iter_0000004", "iter_0000005"]
     assert saved_iterations(tmp_path) == [6, 8, 9, 10]
 
 
@@ -157,7 +152,7 @@ def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path)
         assert holds_checkpoint(directory.parent)
     job = start(tmp_path, after=2)
     lineage = make(job, 4)
-    assert apply(job, RetentionPolicy(keep_last_n=1), 4, lineage) == ["iter_0000001", "iter_0000002"]
+    assert apply(job, CheckpointConfig(keep_last_n=1), 4, lineage) == ["iter_0000001", "iter_0000002"]
 
 
 def complete_iterations(root):
@@ -191,11 +186,11 @@ def killed_at(event_number, action):
 def test_killed_at_every_step(tmp_path):
     """Take over, save, commit, move the tracker, put aside, remove: always a complete newest checkpoint, and nothing
     that only looks like one."""
-    policy = RetentionPolicy(keep_last_n=1)
+    rules = CheckpointConfig(keep_last_n=1)
 
     def next_one():
         job = start(root, after=2)
-        apply(job, policy, 3, make(job, 3))
+        apply(job, rules, 3, make(job, 3))
 
     step, outcomes = 0, set()
     while True:
@@ -217,7 +212,7 @@ def test_killed_at_every_step(tmp_path):
         # The next start cleans up, and the next save removes what this one could not.
         job = start(root, after=read_tracker(root))
         lineage = make(job, 4)
-        apply(job, policy, 4, lineage)
+        apply(job, rules, 4, lineage)
         assert set(complete_iterations(root)) <= {3, 4}, "a 3 that the tracker did not name is of another branch"
         assert [path.name for path in root.glob(".*")] == [job[0].directory.name]
         assert [path.name for path in job[0].directory.iterdir()] == ["owner.json"]

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.objects import get_rng_state, set_rng_state
+from megatron.training.checkpoint.checkpointing import get_rng_state, set_rng_state
 
 
 def test_a_state_comes_back() -> None:

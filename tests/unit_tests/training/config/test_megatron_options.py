@@ -3,8 +3,13 @@
 import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.arguments import both_spellings, flag_fields, flag_type, option_names
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS
+from megatron.training.config.arguments import (
+    MEGATRON_OPTIONS,
+    both_spellings,
+    flag_fields,
+    flag_type,
+    option_names,
+)
 from megatron.training.config.run_config import SECTIONS, flag_parser
 from tests import GOLDEN
 from tests.flag_sets import outcome, read

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.training.data.samplers import BatchSchedule, rampup_steps, token_steps
-from megatron.training.forward_backward import MicrobatchFeed
+from megatron.training.config.options import BatchSchedule, rampup_steps, token_steps
+from megatron.training.run import MicrobatchFeed
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
@@ -63,8 +63,7 @@ def test_batches_can_be_rounded_down():
         ((30, 4, 2), "global batch size 30 is not a multiple of micro batch size 4 x data-parallel size 2 = 8"),
         ((4, 4, 2), "global batch size 4 is less than micro batch size 4 x data-parallel size 2 = 8"),
         ((4, 4, 2, None, True), "global batch size 4 is less than"),
-        ((8, 0, 2), "micro batch size must be positive, got 0"),
-        ((-8, 4, 2), "global batch size must be positive, got -8"),
+        ((-8, 4, 2), "global batch size -8 is less than micro batch size 4 x data-parallel size 2 = 8"),
         ((32, 4, 2, [8, 4, 100]), "global batch size 12 is not a multiple"),  # a step of the ramp
         ((32, 4, 2, [8, 8]), "--rampup-batch-size 8 8: it takes START INCREMENT SAMPLES"),
         ((32, 4, 2, [64, 8, 100]), "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32"),

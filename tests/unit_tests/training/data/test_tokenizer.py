@@ -9,7 +9,7 @@ import sentencepiece
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.training.checkpoint.args import ALSO_TAKEN
+from megatron.training.config.run_config import ALSO_TAKEN
 from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megatron.training.config.run_config import parse_args
-from megatron.training.planning.pictures import plan_picture, shares_picture, timeline
 from megatron.training.planning.run_plan import plan_run
+from megatron.training.planning.summary import plan_picture, shares_picture, timeline
 from pretrain_gpt import model_provider
 
 image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")

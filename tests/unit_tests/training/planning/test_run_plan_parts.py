@@ -6,9 +6,8 @@ import pytest
 
 from megatron.core.transformer.transformer_config import LayerKind
 from megatron.training.config.run_config import parse_args
-from megatron.training.planning.activation_memory import ActivationMemory
-from megatron.training.planning.costs import Traffic
-from megatron.training.planning.run_plan import plan_run
+from megatron.training.planning.rank_memory import ActivationMemory
+from megatron.training.planning.run_plan import Traffic, plan_run
 from pretrain_gpt import model_provider
 
 COMMON = (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.training.reporting.console import EVERY_RANK, configure_logging, report
+from megatron.training.reporting.logging import EVERY_RANK, configure_logging, report_line
 
 core = logging.getLogger("megatron.core.some_module")
 
@@ -25,7 +25,7 @@ def say_everything():
     core.warning("a warning")
     core.info("my rank alone knows", extra=EVERY_RANK)
     core.error("an error")
-    report(" [now] iteration 3 |", event="interval", iteration=3, lm_loss=math.nan)
+    report_line(" [now] iteration 3 |", event="interval", iteration=3, lm_loss=math.nan)
 
 
 def test_rank_0_says_everything_once(capsys):

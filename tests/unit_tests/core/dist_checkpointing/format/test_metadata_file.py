@@ -14,7 +14,6 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
-from megatron.core.dist_checkpointing.boxes import BoxTable
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, checksums_of
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -30,6 +29,7 @@ from megatron.core.dist_checkpointing.format.metadata_index import (
     tensor_properties,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.mapping import BoxTable
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
 

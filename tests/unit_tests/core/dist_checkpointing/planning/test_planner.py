@@ -6,9 +6,8 @@ import random
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.boxes import BoxTable
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Box, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, BoxTable, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, _level, describe, pack
 from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
 

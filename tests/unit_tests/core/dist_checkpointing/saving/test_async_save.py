@@ -181,11 +181,11 @@ class ScriptedStore(dist.Store):
 
 
 def test_progress_of_any_rank_keeps_a_save_alive():
-    lively = SaveBarrier(ScriptedStore([n // 3 for n in range(50)]), "save", 1, 2, timeout=600)
-    assert lively.await_end() == Outcome()
-    silent = SaveBarrier(ScriptedStore([1, 2, 3, *[4] * 50]), "save", 1, 2, timeout=600)
+    # The stores have names, since the barrier does not keep their Python side alive.
+    lively, silent = ScriptedStore([n // 3 for n in range(50)]), ScriptedStore([1, 2, 3, *[4] * 50])
+    assert SaveBarrier(lively, "save", 1, 2, timeout=600).await_end() == Outcome()
     with pytest.raises(CheckpointError, match="nothing was heard from rank 0 for 600 s"):
-        silent.await_end()
+        SaveBarrier(silent, "save", 1, 2, timeout=600).await_end()
 
 
 def rewriting(rank, size, root, patient):

@@ -31,7 +31,8 @@ from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.object_storage import ObjectStore, path_of
-from megatron.training.checkpoint.retention import Retention, RetentionPolicy
+from megatron.training.checkpoint.saver import Retention
+from megatron.training.config.options import CheckpointConfig
 from tests.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
 
@@ -237,7 +238,7 @@ def test_retention_keeps_what_its_rules_say(root):
     """Of a branch: a checkpoint of another one neither counts nor goes. Nothing but claims is left of the removed."""
     assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
     generation = take_generation(root, {"host": "here"})
-    retention = Retention(RetentionPolicy(keep_last_n=2, save_retain_interval=4), generation)
+    retention = Retention(CheckpointConfig(keep_last_n=2, save_retain_interval=4), generation)
     for seed in range(1, 8):
         lineage = Lineage(((generation.number, seed),))
         report = save_one(
@@ -310,7 +311,8 @@ import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
 from megatron.core.dist_checkpointing.generation import LINEAGE
 from megatron.core.object_storage import path_of
-from megatron.training.checkpoint.retention import Retention, RetentionPolicy
+from megatron.training.checkpoint.saver import Retention
+from megatron.training.config.options import CheckpointConfig
 
 torch.set_num_threads(1)
 root, starts, rng = path_of(sys.argv[1]), int(sys.argv[2]), random.Random(1)
@@ -319,7 +321,7 @@ def train(answers):
     tensors = {"w": torch.zeros(300, 1000), "b": torch.zeros(7)}
     state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
     generation = take_generation(root, {"pid": os.getpid()})
-    retention = Retention(RetentionPolicy(keep_last_n=2), generation)
+    retention = Retention(CheckpointConfig(keep_last_n=2), generation)
     step = max((int(path.name[5:]) for path in root.glob("iter_*") if is_complete(path)), default=0)
     lineage = Lineage(())
     if step:

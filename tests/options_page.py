@@ -1,6 +1,6 @@
 """The table of Megatron-LM's options: what each is here.
 
-    python tools/options_table.py > docs/megatron_lm_options.md
+    python -m tests.options_page > docs/megatron_lm_options.md
 
 It is made from the parser of `pretrain_gpt.py` and from the list of options by which it explains what it refuses.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, base_name
+from megatron.training.config.arguments import MEGATRON_OPTIONS, OTHER_NAMES, base_name
 from megatron.training.config.run_config import flag_parser
 
 HEAD = """# Megatron-LM's options
 
 What becomes of every option that Megatron-LM has had since 2023 when it stands on the command line of
-`pretrain_gpt.py`. This page is made by `tools/options_table.py` from the parser itself.
+`pretrain_gpt.py`. This page is made by `tests/options_page.py` from the parser itself.
 
 - **yes**: a flag of this project, with the same meaning.
 - **no effect**: accepted; the mathematics and the files are the same with and without it, for the reason given.

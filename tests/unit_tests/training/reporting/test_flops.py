@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.planning.costs import attended_keys, model_flops_per_token
+from megatron.training.reporting.measurements import attended_keys, model_flops_per_token
 
 GOLDEN = TransformerConfig(
     num_layers=4,

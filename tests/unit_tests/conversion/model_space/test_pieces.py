@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.conversion.model_space.row_maps import (
+from megatron.conversion.model_space.pieces import (
     RowMap,
     as_is,
     cut,

@@ -1,0 +1,208 @@
+"""What `torch.load` makes of a file, without running anything; tensors are mapped, read, or left in the file."""
+
+from __future__ import annotations
+
+import math
+import mmap as mmap_module
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.dist_checkpointing.files import COMMON
+from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
+from megatron.core.dist_checkpointing.format.safe_globals import Storage
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, printable
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
+from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.lazy_import import lazy_module
+from megatron.core.object_storage import path_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_module("torch")
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor whose elements lie in row-major order from byte `position` of a file."""
+
+    path: Path
+    position: int
+    dtype: torch.dtype
+    shape: Shape
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read_flat(self, start: int, count: int) -> torch.Tensor:
+        """Elements `[start, start + count)`, 1-D. Raises CheckpointError if the file ends before them."""
+        assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
+        result = torch.empty(count, dtype=self.dtype)
+        if count:
+            try:
+                with open_file(self.path) as file:
+                    file.read_into(bytes_of(result), self.position + start * self.dtype.itemsize)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
+        return result
+
+    def read(self) -> torch.Tensor:
+        """All of it."""
+        return self.read_flat(0, self.numel()).view(self.shape)
+
+
+def in_memory(value: Any) -> Any:
+    """The same containers with every FileTensor read."""
+    if isinstance(value, FileTensor):
+        return value.read()
+    if type(value) is dict:
+        return {key: in_memory(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(in_memory(item) for item in value)
+    return value
+
+
+def safe_load(
+    source: str | os.PathLike[str] | bytes,
+    *,
+    mmap: bool = True,
+    where: str | None = None,
+    placeholders: bool = True,
+    names: bool = False,
+) -> Any:
+    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running anything.
+
+    `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
+    nothing is read before it is used and writing to them changes memory only. Without, each is read at once.
+    Classes of other projects become `Placeholder`s (or an error, without `placeholders`), dtypes with `names` their
+    names: without tensors in it the file is then read without torch. Raises CheckpointError that names `where`, by
+    default the path; UnsafePickleError for a refused global.
+    """
+    if isinstance(source, bytes):
+        return _load_archive(bytearray(source), where or "pickle", placeholders, names, check_crc=True)
+    path = path_of(source)
+    where = where or str(path)
+    try:
+        with open_file(path) as file:
+            if mmap and file.size and file.descriptor is not None:
+                mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
+                return _load_archive(mapped, where, placeholders, names)
+            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True)
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def load_common(directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False) -> dict[str, Any]:
+    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are their names."""
+    path = path_of(directory) / COMMON
+    if not path.exists():
+        return {}
+    if verify:
+        BlockVerifier(path.parent).check_file(COMMON)
+    common = safe_load(path, mmap=False, names=names)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
+    return common
+
+
+def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
+    """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
+    path = path_of(source)
+    try:
+        with open_file(path) as file:
+            return open_archive(file, 0, file.size, str(path), placeholders)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def open_archive(file: OpenFile, start: int, length: int, where: str, placeholders: bool = True) -> Any:
+    """As `safe_open`, for an archive of `length` bytes from byte `start` of a file."""
+    copies = Budget(65536 + 4 * length)
+
+    def read(offset: int, size: int) -> bytes:
+        return file.read(start + offset, min(size, length - offset))
+
+    def storage(position: int, nbytes: int) -> Storage:
+        return Storage(nbytes, partial(_view_in_file, file.path, start + position, nbytes, copies))
+
+    return _load(read, length, where, storage, placeholders)
+
+
+def _view_in_file(
+    path: Path, position: int, nbytes: int, copies: Budget, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape
+) -> FileTensor | torch.Tensor:
+    """Read at once if it is not row-major, which no checkpoint of a model needs."""
+    if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
+        return FileTensor(path, position + offset * dtype.itemsize, dtype, shape)
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    copies.charge(span * dtype.itemsize)
+    whole = FileTensor(path, position, dtype, (nbytes // dtype.itemsize,))
+    return whole.read_flat(offset, span).as_strided(shape, stride)
+
+
+def _load_archive(
+    buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, names: bool, check_crc: bool = False
+) -> Any:
+    """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
+    view = memoryview(buffer)
+
+    def storage(position: int, nbytes: int) -> Storage:
+        if not nbytes:
+            return Storage(0, partial(_view_in_memory, torch.empty(0, dtype=torch.uint8)))
+        data = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=position)
+        data = data.clone() if data.data_ptr() % 16 else data  # aligned for every dtype
+        return Storage(nbytes, partial(_view_in_memory, data))
+
+    def read(offset: int, size: int) -> memoryview:
+        return view[offset : offset + size]
+
+    return _load(read, len(buffer), where, storage, placeholders, names, check_crc)
+
+
+def _view_in_memory(data: torch.Tensor, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> torch.Tensor:
+    typed = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return typed.as_strided(shape, stride, typed.storage_offset() + offset)
+
+
+def _load(
+    read: Callable[[int, int], bytes | memoryview],
+    length: int,
+    where: str,
+    storage_at: Callable[[int, int], Storage],
+    placeholders: bool,
+    names: bool = False,
+    check_crc: bool = False,
+) -> Any:
+    """The object of an archive of `length` bytes; `storage_at(position, nbytes)` is that of a tensor in it."""
+    if not length:
+        raise CheckpointError(f"{where}: the file is empty")
+    start = bytes(read(0, 8))
+    if start[:4] != b"PK\3\4":
+        raise CheckpointError(
+            f"{where}: not a torch.save archive (zip), it starts with {start!r}. Files of torch < 1.6 must "
+            "be saved again with a newer torch."
+        )
+    archive = Archive(read, length, where)
+    if "byteorder" in archive.records and archive.read("byteorder") != b"little":
+        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
+    storages: dict[str, Storage] = {}
+
+    def storage(name: str) -> Storage:
+        """Shared by all tensors that view it."""
+        if name not in archive.records:
+            raise CheckpointError(f"{where}: tensor data {printable(name)} is missing")
+        if name not in storages:
+            position, nbytes = archive.data_offset(name), archive.records[name].size
+            if check_crc:
+                archive.check_crc(name, read(position, nbytes))
+            storages[name] = storage_at(position, nbytes)
+        return storages[name]
+
+    result = unpickle(archive.read("data.pkl"), where, storage, placeholders, names)
+    check_bounded(result, where)
+    return result
