@@ -67,18 +67,13 @@ _INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.",
 # What is free, and what each byte of a pickle allows beyond. A .metadata has 0.48 opcodes and 0.04 objects per byte.
 _FREE_OPCODES, _OPCODES_PER_BYTE = 500_000, 0.6
 _FREE_OBJECTS, _OBJECTS_PER_BYTE = 50_000, 1 / 16
-_FREE_MEMORY, _MEMORY_PER_BYTE = 32 << 20, 20  # bytes; a .metadata takes 12
+_FREE_MEMORY, _MEMORY_PER_BYTE = 32 << 20, 20  # bytes; a .metadata takes up to 16
 _OBJECT_SIZE, _DICT_SIZE, _LIST_SIZE = 100, 232, 64  # bytes
+# What a copy takes for each item.
 _BYTES_PER_ITEM: dict[Any, int] = {
-    str: 1,
-    bytes: 1,
-    bytearray: 1,
-    list: 64,
-    tuple: 64,
-    dict: 64,
-    set: 64,
-    frozenset: 64,
-}  # in a copy
+    **dict.fromkeys((str, bytes, bytearray), 1),
+    **dict.fromkeys((list, tuple, dict, set, frozenset), 64),
+}
 _MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
 _MAX_ODD_KEYS = 1000  # tuples and the like collide in hashing if their author wants it
 _UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds

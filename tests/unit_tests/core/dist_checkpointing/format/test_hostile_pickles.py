@@ -156,10 +156,11 @@ def test_hostile_pickles_cost_nothing(name: str) -> None:
     assert outcome(lambda data: decode_metadata(data, "here"), payload) == "refused"
 
 
-def tensor_over(record: bytes, shape: bytes, stride: bytes) -> bytes:
-    """An archive with a tensor over one record."""
+def tensor_over(record: bytes, shape: bytes, stride: bytes, before: bytes = b"", behind: bytes = b"") -> bytes:
+    """An archive with a tensor over one record, and what its pickle does with that."""
     storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
-    pickled = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + stride + b"\x89}tR."
+    pickled = b"\x80\x02" + before + b"ctorch._utils\n_rebuild_tensor_v2\n("
+    pickled += storage + b"K\x00" + shape + stride + b"\x89}tR" + behind + b"."
     writer_buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(writer_buffer)
     writer.write_record("data.pkl", pickled, len(pickled))
@@ -175,6 +176,28 @@ def test_views_of_one_record_are_bounded(tmp_path) -> None:
     rank = b"(" + b"K\x01" * 100 + b"t"
     with pytest.raises(CheckpointError, match="a tensor of shape or strides a tuple of 100 entries"):
         safe_load(tensor_over(bytes(16), rank, rank))
+
+
+TENSOR_USES = {
+    "members": (b"cbuiltins\nset\n", b"\x85R"),
+    "a deque": (b"ccollections\ndeque\n", b"\x85R"),
+    "pairs": (b"ccollections\nOrderedDict\n", b"\x85R"),
+    "extents": (b"ctorch\nSize\n", b"\x85R"),
+    "arguments": (b"csomeproject\nX\n", b"R"),
+    "arguments of a rebuild": (b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nN", b"NtR"),
+    "a state": (b"cnumpy.core.multiarray\n_reconstruct\n)R", b"b"),
+    "what is built": (b"", b"}U\x01xNsb"),
+    "what is appended to": (b"", b"Na"),
+    "a storage": (b"ctorch._utils\n_rebuild_tensor_v2\n(", b"K\x00))\x89}tR"),
+}
+
+
+@pytest.mark.parametrize("use", TENSOR_USES)
+def test_a_tensor_is_nothing_but_a_value(use: str) -> None:
+    """It may be a mapped one of a terabyte: nothing walks over it, and nothing is set on it."""
+    assert safe_load(tensor_over(bytes(16), b"K\x04\x85", b"K\x01\x85")).numel() == 4
+    with pytest.raises(CheckpointError, match="pickle: "):
+        safe_load(tensor_over(bytes(16), b"K\x04\x85", b"K\x01\x85", *TENSOR_USES[use]))
 
 
 def test_a_record_that_changed_is_noticed() -> None:
