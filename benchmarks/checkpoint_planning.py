@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.format.metadata_index import encode_metada
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
 from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
-from megatron.core.distributed.buffer_plan import intersect  # noqa: E402
+from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.core.utils import even_range  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402

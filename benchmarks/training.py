@@ -10,11 +10,13 @@ peer, and the machine's own GEMM ceiling.
     python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
     python benchmarks/training.py --moe              # 8 experts, 2 for a token; also EP2 on 2 processes
     python benchmarks/training.py --context 4096     # CP2 alone, one sequence of this length on 2 processes
+    python benchmarks/training.py --processor-time   # what a step costs where the machine's processors are shared
 """
 
 import argparse
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,9 @@ from megatron.core.utils import Progress  # noqa: E402
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
 EXPERTS, EXPERT_FFN = 8, FFN // 2  # of --moe: 2 experts for a token cost what the dense MLP does
 SKIP = 2  # first steps of every run: allocation and warm-up
+
+Program = Callable[[int], list[float]]
+"""(number of steps) -> the milliseconds of each of them"""
 
 LAYOUTS = {
     "TP2": ["--tensor-model-parallel-size", "2"],
@@ -99,20 +104,54 @@ def run(command: list[str], threads: int) -> str:
     return result.stdout
 
 
-def compare_context_parallelism(dtype: str, sequence: int, steps: int, rounds: int, threads: int) -> None:
+def wall_clock(program: Program, steps: int) -> list[float]:
+    """The milliseconds of the steps that count."""
+    return program(steps)[SKIP:]
+
+
+def processor_time(program: Program, steps: int) -> list[float]:
+    """The processor's milliseconds per step, of all processes together: what more steps add to a run.
+
+    Other programs disturb it little. It does not see a process that waits, and counts threads that spin as busy: so
+    one thread each.
+    """
+    used = [children_time()]
+    for count in (SKIP, steps):
+        program(count)
+        used.append(children_time())
+    before, first, last = used
+    return [((last - first) - (first - before)) / (steps - SKIP) * 1e3]
+
+
+def children_time() -> float:
+    """Seconds of processor time of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def compare_context_parallelism(dtype: str, args: argparse.Namespace) -> None:
     """One sequence on two processes, whichever way, against one process with the threads of both."""
+    sequence, threads = args.context, args.threads
     programs: dict[str, tuple[int, list[str]]] = {"one process": (1, [])}
     for way in ("p2p", "all_gather", "a2a"):
         programs[f"CP2 {way}"] = (2, ["--context-parallel-size", "2", "--cp-comm-type", way])
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for name, (processes, extra) in programs.items():
-            times[name] += ours(dtype, steps, threads // processes, processes, 1, tuple(extra), sequence, 1)[SKIP:]
+
+            def program(steps: int, processes: int = processes, extra: tuple[str, ...] = tuple(extra)) -> list[float]:
+                return ours(dtype, steps, max(1, threads // processes), processes, 1, extra, sequence, 1)
+
+            times[name] += args.measure(program, args.steps)
     alone = statistics.median(times["one process"])
-    print(f"\n{dtype}, one sequence of {sequence} tokens on {threads} threads")
+    print(f"\n{dtype}, one sequence of {sequence} tokens on {threads} threads{unit_of(args)}")
     for name, values in times.items():
         median = statistics.median(values)
         print(f"  {name:14s} {median:8.0f} ms/step  {median / alone:5.2f}x the time of one process")
+
+
+def unit_of(args: argparse.Namespace) -> str:
+    return "; processor time of all processes" if args.processor_time else ""
 
 
 def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
@@ -127,25 +166,30 @@ def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * SEQ * BATCH * HIDDEN * 2 * FFN / best / 1e9
 
 
-def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -> dict[str, Callable[[], list[float]]]:
-    """What takes turns: name -> a run that gives the milliseconds of every step."""
-    steps, threads = args.steps, args.threads
+def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -> dict[str, Program]:
+    """What takes turns."""
+    threads = args.threads
     experts = ("--experts", str(EXPERTS), "--ffn", str(EXPERT_FFN)) if args.moe else ()
     model = tuple(MOE) if args.moe else ()
-    programs: dict[str, Callable[[], list[float]]] = {
-        name: partial(peer, name, python, dtype, steps, threads, experts) for name, python in pythons.items()
+    programs: dict[str, Program] = {
+        name: partial(peer, name, python, dtype, threads=threads, extra=experts) for name, python in pythons.items()
     }
-    programs["ours"] = partial(ours, dtype, steps, threads, extra=model)
+    programs["ours"] = partial(ours, dtype, threads=threads, extra=model)
     if args.also:
-        programs[f"ours {args.also}"] = partial(ours, dtype, steps, threads, extra=(*model, *args.also.split()))
-    two = partial(ours, dtype, steps, threads // 2, 2)  # processes
+        programs[f"ours {args.also}"] = partial(ours, dtype, threads=threads, extra=(*model, *args.also.split()))
+
+    def two(micro_batch: int, *flags: str) -> Program:
+        return partial(
+            ours, dtype, threads=max(1, threads // 2), processes=2, micro_batch=micro_batch, extra=(*model, *flags)
+        )
+
     if args.moe:  # new weights use some experts far more than others, so that a rank waits for the other
-        programs["ours EP2"] = partial(two, BATCH // 2, (*model, *EP2))
-        programs["ours, even load"] = partial(ours, dtype, steps, threads, extra=(*model, EVEN))
-        programs["ours EP2, even load"] = partial(two, BATCH // 2, (*model, *EP2, EVEN))
+        programs["ours EP2"] = two(BATCH // 2, *EP2)
+        programs["ours, even load"] = partial(ours, dtype, threads=threads, extra=(*model, EVEN))
+        programs["ours EP2, even load"] = two(BATCH // 2, *EP2, EVEN)
     if args.layouts:
         for name, extra in LAYOUTS.items():
-            programs[f"ours {name}"] = partial(two, BATCH // 2 if name in ("DP2", "PP2") else BATCH, tuple(extra))
+            programs[f"ours {name}"] = two(BATCH // 2 if name in ("DP2", "PP2") else BATCH, *extra)
     return programs
 
 
@@ -154,17 +198,20 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=8, help=f"steps of every run; the first {SKIP} are not counted")
     parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, help="2; 1 with --processor-time")
     parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
     parser.add_argument("--moe", action="store_true", help="a model with experts, and EP2 beside it")
     parser.add_argument("--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"')
     parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
     parser.add_argument("--context", metavar="LENGTH", type=int, help="CP2 against one process at this length, alone")
+    parser.add_argument("--processor-time", action="store_true", help="of all processes instead of wall-clock time")
     args = parser.parse_args()
+    args.measure = processor_time if args.processor_time else wall_clock
+    args.threads = args.threads or (1 if args.processor_time else 2)
 
     if args.context:
         for dtype in args.dtypes:
-            compare_context_parallelism(dtype, args.context, args.steps, args.rounds, args.threads)
+            compare_context_parallelism(dtype, args)
         return
     work = flops_per_step()
     print(f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}")
@@ -178,10 +225,10 @@ def main() -> None:
         with Progress(dtype, args.rounds * len(programs), "runs") as progress:
             for _ in range(args.rounds):
                 for name, program in programs.items():
-                    times[name] += program()[SKIP:]
+                    times[name] += args.measure(program, args.steps)
                     progress.add(1)
         best_peer = min(statistics.median(times[name]) for name in pythons)
-        print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s")
+        print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s{unit_of(args)}")
         for name, values in times.items():
             median = statistics.median(values)
             speed = work / median / 1e6

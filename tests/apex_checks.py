@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.optimizer import apex, grad_scaler
-from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.optimizer.optimizer import sum_of_squares
+from megatron.core.optimizer.update_rules import AdamW, ApexAdam, apex_sum_of_squares
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -15,7 +15,7 @@ def check_adam(device: str, tolerance: float) -> None:
     torch.manual_seed(0)
     values = [torch.randn(size) for size in (1000, 70_000, 64)]
     rules = []
-    for make in (apex.ApexAdam, AdamW):
+    for make in (ApexAdam, AdamW):
         params = [value.to(device, copy=True) for value in values]
         groups = [{"params": part, "lr": 1e-2, "weight_decay": 0.1} for part in (params[:2], params[2:], [])]
         rule = make(groups, betas=(0.9, 0.95), eps=1e-8)
@@ -45,9 +45,9 @@ def check_adam(device: str, tolerance: float) -> None:
 
 def check_sum_of_squares(device: str) -> None:
     grads = [torch.randn(size, device=device) for size in (5, 100_000)]
-    wanted = grad_scaler.sum_of_squares(grads, torch.device(device))
-    torch.testing.assert_close(apex.sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0)
-    assert apex.sum_of_squares([], torch.device(device)) == 0.0
+    wanted = sum_of_squares(grads, torch.device(device))
+    torch.testing.assert_close(apex_sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0)
+    assert apex_sum_of_squares([], torch.device(device)) == 0.0
 
 
 def check_norms(device: str, tolerance: float) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -54,6 +55,29 @@ def raise_problems(problems: Iterable[str]) -> None:
     lines = list(problems)
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def out_of_range(value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """What the value of a `flag` must be and is not."""
+    low, high = metadata["at_least"], metadata["at_most"]
+    for wrong, wanted in (
+        # In any case: NaN is neither above nor below anything.
+        (isinstance(value, float) and not math.isfinite(value), "a finite number"),
+        (metadata["positive"] and value <= 0, "positive"),
+        (low is not None and value < low, f"at least {low}"),
+        (high is not None and value > high, f"at most {high}"),
+    ):
+        if wrong:
+            yield wanted
+
+
+def range_problems(config: Any) -> Iterator[str]:
+    """What is wrong with the numbers of a dataclass of flags."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.metadata and isinstance(value, int | float):
+            for wanted in out_of_range(value, field.metadata):
+                yield f"--{field.name.replace('_', '-')} must be {wanted}, got {value}"
 
 
 def size_text(nbytes: float) -> str:
@@ -173,7 +197,7 @@ def flag(
     Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
     `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
     opposite of its default. `parse` makes the value of a word whose form the type does not tell; that a number is
-    `positive`, `at_least` or `at_most` so large is checked where the command line is read.
+    `positive`, `at_least` or `at_most` so large is checked where the command line is read, and by `range_problems`.
 
     A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
     same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from megatron.core.optimizer import apex
-from megatron.core.optimizer.apex import sum_of_squares
+from megatron.core.optimizer import update_rules
+from megatron.core.optimizer.update_rules import apex_sum_of_squares
 from megatron.core.utils import import_apex
 from megatron.training.config.run_config import parse_args
 from tests import ROOT, apex_checks
@@ -30,7 +30,7 @@ def test_kernels_as_they_are_called():
 @pytest.mark.usefixtures("stand_in")
 def test_kernels_get_tensors_that_they_can_count(monkeypatch):
     """They have 32 bits for the elements of a tensor; a bucket without a limit may have more."""
-    monkeypatch.setattr(apex, "LARGEST", 30_000)
+    monkeypatch.setattr(update_rules, "LARGEST", 30_000)
     import_apex("amp_C", "").LARGEST_SEEN = 0
     apex_checks.check_adam("cpu", 1e-6)
     apex_checks.check_sum_of_squares("cpu")
@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
 def test_without_apex_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_C", None)
     with pytest.raises(ValueError, match=r"amp_C cannot be imported.*Build apex.*--optimizer-impl torch"):
-        sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
+        apex_sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     with pytest.raises(ValueError, match=r"Build apex.*--norm-impl torch"):
         apex_checks.check_norms("cpu", 0.0)

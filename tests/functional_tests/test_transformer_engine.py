@@ -4,13 +4,19 @@ import functools
 import importlib
 import shlex
 import sys
+import unittest.mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.core.dist_checkpointing import read_metadata
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.placement import Placement
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import parse_args
 from tests import ROOT
@@ -167,15 +173,34 @@ def user_buffers(rank, world_size, flags):
     return (shape, tp_size, [mode.name for mode in modes], *others), {call["overlaps"] for call in told}
 
 
+def groups_of_one(rank, world_size, first_layer):
+    """What is made while a stage is built whose weights are all in bf16, or not."""
+    sys.path.insert(0, STAND_IN)
+    config = TransformerConfig(
+        4, 32, 4, bf16=True, transformer_impl="transformer_engine", fp8="hybrid", fp8_param_gather=True,
+        first_last_layers_bf16=True,
+    )  # fmt: skip
+    place = Placement(Axis(), TensorParallelRng(0, 0))
+    with unittest.mock.patch.object(dist, "new_group") as new_group:
+        TransformerBlock(config, place, layers=range(first_layer, first_layer + 1), post_process=False)
+    return [call.args[0] for call in new_group.call_args_list]
+
+
+def test_ranks_make_groups_of_themselves_together(pool):
+    """NCCL splits them off the world's communicator, where every rank must take part."""
+    assert pool.run(groups_of_one, 1, 0) == pool.run(groups_of_one, 1, 1) == [[[0]]]
+
+
 def test_user_buffers_of_tensor_parallelism(pool, tmp_path):
     config = tmp_path / "overlap.yaml"
     config.write_text("qkv_fprop: {method: ring_exchange}")
     flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
     overlap = "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo --tp-comm-overlap-cfg "
-    (made, told), _ = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
+    (made, told), (other, _) = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
+    assert made == other  # in the same order, too
     shape, tp_size, modes, dtype, ub_cfgs, backend = made
     assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
-    assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and sorted(modes) == ["FP8", "NONE"]
+    assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and modes == ["NONE", "FP8"]
     overlaps = (True, True, False, False, True)  # all-gather, reduce-scatter, not its dgrad; bulk wgrad, not dgrad
     assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
 

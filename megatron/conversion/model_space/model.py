@@ -32,7 +32,7 @@ from megatron.conversion.model_space.source import (
     split_key,
 )
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
-from megatron.core.distributed.buffer_plan import ParamSpec
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState

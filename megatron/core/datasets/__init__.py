@@ -2,8 +2,7 @@
 
 from megatron.core.datasets.builder import BlendedDataset, MockGPTDataset, build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.fim import FillInTheMiddle
-from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample
+from megatron.core.datasets.gpt_dataset import Dataset, FillInTheMiddle, GPTDataset, Sample
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, token_dtype
 
 __all__ = [

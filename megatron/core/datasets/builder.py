@@ -12,11 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.config import SPLITS, Blend, Fractions, GPTDatasetConfig, Split, sequence_range
-from megatron.core.datasets.fim import FillInTheMiddle
-from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample, cache_directory, finish_sample, generator_of
-from megatron.core.datasets.helpers import MAX_BLEND_MEMBERS, build_blend_index
-from megatron.core.datasets.index_cache import Arrays, digest_of, load_or_build
+from megatron.core.datasets.gpt_dataset import (
+    Dataset,
+    FillInTheMiddle,
+    GPTDataset,
+    Sample,
+    cache_directory,
+    finish_sample,
+    generator_of,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indices import MAX_BLEND_MEMBERS, Arrays, build_blend_index, digest_of, load_or_build
 from megatron.core.utils import Progress
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag, raise_problems, range_problems
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -90,7 +90,7 @@ class GPTDatasetConfig:
 
     seq_length: int = flag(0)
     """Number of tokens of a sample."""
-    seed: int = flag(1234)
+    seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
     """Seed of the shuffles of documents and samples (and of everything else that is random in a run)."""
     data_path: list[str] | None = flag(None)
     """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several, or weights and prefixes in
@@ -122,20 +122,20 @@ class GPTDatasetConfig:
     """Give positions whose input is the end-of-document token no loss."""
     create_attention_mask_in_dataloader: bool = flag(True)
     """Never tell the model of documents. There are no masks in batches in any case: the causal one is implied."""
-    mid_level_dataset_surplus: float = flag(0.005)
+    mid_level_dataset_surplus: float = flag(0.005, at_least=0)
     """Share of samples that members of a weighted blend are built with beyond what their weights ask for."""
-    num_dataset_builder_threads: int = flag(1)
+    num_dataset_builder_threads: int = flag(1, positive=True)
     """Threads that open data sets and build their indices when there are several."""
 
     fim_data: bool = flag(False)
     """Fill in the middle: reorder documents by the flags below (Bavarian et al. 2022), except those of --mock-data."""
-    fim_rate: float = flag(0.5)
+    fim_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of documents that are reordered."""
-    fim_spm_rate: float = flag(0.5)
+    fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of those that begin with the suffix (SPM) and not with the prefix (PSM)."""
     fim_split_sample: str | None = flag(None)
     """A token that cuts documents into fragments, each of which is reordered on its own."""
-    fim_fragment_rate: float | None = flag(None)
+    fim_fragment_rate: float | None = flag(None, at_least=0, at_most=1)
     """Share of the fragments of a document of --fim-rate that are reordered."""
     fim_no_prefix: str | None = flag(None)
     """Leave documents and fragments alone whose text begins with this."""
@@ -159,26 +159,16 @@ class GPTDatasetConfig:
     verify_index_cache: bool = True
 
     def __post_init__(self) -> None:
-        raise_problems(self._problems())
+        raise_problems([*range_problems(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if self.seq_length < 1:
             yield f"--seq-length must be given and positive, got {self.seq_length}"
-        if not 0 <= self.seed < 2**32:
-            yield f"--seed must be from 0 to {2**32 - 1}, got {self.seed}"
-        if self.num_dataset_builder_threads < 1:
-            yield f"--num-dataset-builder-threads must be at least 1, got {self.num_dataset_builder_threads}"
-        if self.mid_level_dataset_surplus < 0:
-            yield f"--mid-level-dataset-surplus must not be negative, got {self.mid_level_dataset_surplus}"
         if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
             yield (
                 "--reset-attention-mask is carried out by what --no-create-attention-mask-in-dataloader leaves out: "
                 "drop one of the two"
             )
-        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-            rate = getattr(self, name)
-            if rate is not None and not 0 <= rate <= 1:
-                yield f"--{name.replace('_', '-')} must be from 0 to 1, got {rate}"
         if self.fim_data and self.fim_split_sample is not None and self.fim_fragment_rate is None:
             yield f"--fim-split-sample {self.fim_split_sample} needs --fim-fragment-rate"
         try:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag, raise_problems, range_problems
 
 
 @dataclass
@@ -32,13 +32,13 @@ class DistributedDataParallelConfig:
     """Gather each bucket of updated parameters during the next forward pass; needs the distributed optimizer."""
     grad_reduce_in_bf16: bool = flag(False)
     """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a loss of precision."""
-    ddp_bucket_size: int | None = flag(None)
+    ddp_bucket_size: int | None = flag(None, positive=True)
     """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else no limit."""
-    ddp_num_buckets: int | None = flag(None)
+    ddp_num_buckets: int | None = flag(None, positive=True)
     """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
 
     def __post_init__(self) -> None:
-        raise_problems(self._problems())
+        raise_problems([*range_problems(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
@@ -51,10 +51,6 @@ class DistributedDataParallelConfig:
                 f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets {self.ddp_num_buckets} exclude "
                 "each other: give one of them"
             )
-        for name in ("ddp_bucket_size", "ddp_num_buckets"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"--{name.replace('_', '-')} must be positive, got {value}"
 
     def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """In which gradients of parameters of `param_dtype` are accumulated and reduced.

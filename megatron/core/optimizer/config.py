@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag, raise_problems, range_problems
 
 
 @dataclass
@@ -17,15 +17,15 @@ class OptimizerConfig:
     orthogonalizes the updates of matrices and leaves the rest to adam, ademamix is adam with a second, slower mean."""
     optimizer_impl: str = flag("torch", choices=("torch", "apex"))
     """Whose kernels compute adam and the norm of gradients."""
-    lr: float | None = flag(None)
+    lr: float | None = flag(None, at_least=0)
     """Highest learning rate of the schedule."""
-    min_lr: float = flag(0.0)
+    min_lr: float = flag(0.0, at_least=0)
     """Learning rate at and after the end of the decay."""
     decoupled_lr: float | None = flag(None)
     """Highest learning rate of the word embedding and the output layer, when it differs."""
     decoupled_min_lr: float | None = flag(None)
     """Their learning rate at the end of the decay. Default: 0."""
-    weight_decay: float = flag(0.01)
+    weight_decay: float = flag(0.01, at_least=0)
     """Weight decay of matrices and embeddings; biases and norms have none."""
     start_weight_decay: float | None = flag(None)
     """First weight decay, with --weight-decay-incr-style other than constant."""
@@ -37,9 +37,9 @@ class OptimizerConfig:
     """Decay of the running mean of the gradient."""
     adam_beta2: float = flag(0.999)
     """Decay of the running mean of its square."""
-    adam_eps: float = flag(1e-8)
+    adam_eps: float = flag(1e-8, at_least=0)
     """Added to the denominator of Adam."""
-    sgd_momentum: float = flag(0.9)
+    sgd_momentum: float = flag(0.9, at_least=0)
     """Momentum of SGD."""
     ademamix_beta3: float | None = flag(None, at_least=0, at_most=1)
     """Decay of AdEMAMix's slow running mean of the gradient."""
@@ -59,33 +59,29 @@ class OptimizerConfig:
     """How Muon scales the update of a matrix of r rows and c columns: sqrt of max(r, c), of r / c, of max(1, r / c)."""
     muon_extra_scale_factor: float = flag(1.0)
     """Further factor of the update; 0.2 gives it about the size of Adam's."""
-    muon_num_ns_steps: int = flag(5)
+    muon_num_ns_steps: int = flag(5, positive=True)
     """Newton-Schulz iterations of an orthogonalization."""
     muon_coefficient_type: str = flag("quintic", choices=("simple", "quintic"))
     """Coefficients of these iterations."""
     muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
     """Precision of their fp32 matrix products on a GPU, as torch.set_float32_matmul_precision has it."""
-    clip_grad: float = flag(1.0)
+    clip_grad: float = flag(1.0, at_least=0)
     """Global norm to which larger gradients are scaled down; 0 turns clipping off."""
-    loss_scale: float | None = flag(None)
+    loss_scale: float | None = flag(None, positive=True)
     """Fixed loss scale, best a power of 2. Default: a dynamic one with --fp16, else 1."""
     initial_loss_scale: float = flag(2.0**32)
     """First dynamic loss scale."""
     min_loss_scale: float = flag(1.0)
     """Smallest dynamic loss scale."""
-    loss_scale_window: int = flag(1000)
+    loss_scale_window: int = flag(1000, positive=True)
     """Iterations without overflow after which the dynamic loss scale is doubled."""
-    hysteresis: int = flag(2)
+    hysteresis: int = flag(2, positive=True)
     """The dynamic loss scale is halved from this overflow on, counted since it last grew."""
 
     def __post_init__(self) -> None:
-        raise_problems([*self._problems(), *self._check_loss_scale(), *self._check_weight_decay_schedule()])
+        raise_problems([*range_problems(self), *self._problems(), *self._check_weight_decay_schedule()])
 
     def _problems(self) -> Iterator[str]:
-        for name in ("weight_decay", "clip_grad", "sgd_momentum", "adam_eps", "lr", "min_lr"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                yield f"--{name.replace('_', '-')} must not be negative, got {value}"
         if self.lr is not None and self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr} must not be larger than --lr {self.lr}"
         if not 0 <= (self.decoupled_min_lr or 0.0) <= (self.decoupled_lr or 0.0):
@@ -96,10 +92,13 @@ class OptimizerConfig:
             yield f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} must be in [0, 1)"
         if not 0 <= self.muon_momentum < 1:
             yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
-        if self.muon_num_ns_steps < 1:
-            yield f"--muon-num-ns-steps {self.muon_num_ns_steps} must be positive"
         if self.optimizer_impl == "apex" and self.optimizer != "adam":
             yield f"--optimizer-impl apex has --optimizer adam alone: for {self.optimizer} leave it out"
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
+            yield (
+                f"--min-loss-scale {self.min_loss_scale} must be positive and at most "
+                f"--initial-loss-scale {self.initial_loss_scale}"
+            )
         if self.optimizer == "ademamix":
             yield from self._ademamix_problems()
 
@@ -112,17 +111,6 @@ class OptimizerConfig:
                 f"--ademamix-beta3 {beta3} must lie between --adam-beta1 {self.adam_beta1} and 1, both above 0 (it is "
                 f"the decay of the slower mean), and --ademamix-alpha {alpha} must not be negative"
             )
-
-    def _check_loss_scale(self) -> Iterator[str]:
-        if self.loss_scale is not None and self.loss_scale <= 0:
-            yield f"--loss-scale must be positive, got {self.loss_scale}"
-        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
-            yield (
-                f"--min-loss-scale {self.min_loss_scale} must be positive and at most "
-                f"--initial-loss-scale {self.initial_loss_scale}"
-            )
-        if min(self.loss_scale_window, self.hysteresis) < 1:
-            yield f"--loss-scale-window {self.loss_scale_window} and --hysteresis {self.hysteresis} must be positive"
 
     def _check_weight_decay_schedule(self) -> Iterator[str]:
         start, end = self.start_weight_decay, self.end_weight_decay

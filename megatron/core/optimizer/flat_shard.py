@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.buffer_plan import ParamGroup
-from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.optimizer.apex import ApexAdam
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, MatrixLayout, Muon, UpdateRule
+from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, ApexAdam, MatrixLayout, Muon, UpdateRule
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Tensor and sequence parallelism: collectives, split layers, the loss, and random numbers."""
 
-from megatron.core.tensor_parallel.cross_entropy import linear_cross_entropy, loss_chunk_elements
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
+    linear_cross_entropy,
+    loss_chunk_elements,
     padded_vocab_size,
 )
 from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint, without_intermediate

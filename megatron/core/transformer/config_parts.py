@@ -18,7 +18,7 @@ _MOE = {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
 _GROUPS = _MOE | {"has_groups": True}
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class ComputeOptions:
     """How fp8 tensors are scaled: by the maxima of earlier steps, by their own, by those of blocks, of 32 elements."""
     fp8_margin: int = flag(0)
     """With delayed scaling: scales are smaller by 2 to this power."""
-    fp8_amax_history_len: int = flag(1)
+    fp8_amax_history_len: int = flag(1, positive=True)
     """With delayed scaling: number of maxima that are kept."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
     """With delayed scaling: which of them decides."""
@@ -83,7 +83,8 @@ class ComputeOptions:
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
     """With selective: attention without its projections (core_attn, the default), the two norms in front of the
     projections (layernorm: their outputs are not kept), the whole MLP (mlp), a layer's experts with router and
-    dispatch (moe), latent attention from its narrow vectors on (mla_up_proj)."""
+    dispatch (moe) or what they compute between their matrices (moe_act), latent attention from its narrow vectors on
+    (mla_up_proj)."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """With full: groups of --recompute-num-layers layers (uniform), or the first so many layers of a chunk (block)."""
     recompute_num_layers: int | None = flag(None, positive=True)
@@ -157,7 +158,7 @@ class ExpertOptions:
     """Coefficient of the loss on the size of the router's logits (Zoph et al. 2022)."""
     moe_router_force_load_balancing: bool = flag(False)
     """Let the router choose at random, for measurements: new weights use some experts far more than others."""
-    moe_expert_capacity_factor: float | None = flag(None, decides="mathematics", when=_MOE)
+    moe_expert_capacity_factor: float | None = flag(None, positive=True, decides="mathematics", when=_MOE)
     """Drop tokens beyond this many times an expert's even share. Default: none is dropped."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), decides="mathematics", when=_DROPPING)
     """Which tokens an expert without room drops: those with the lowest weights, or the last ones."""

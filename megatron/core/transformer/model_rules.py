@@ -72,18 +72,12 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
     for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
         if getattr(config, name) != default and not config.quick_geglu:
             yield f"--{name.replace('_', '-')} {getattr(config, name)} needs --quick-geglu, whose gate it changes"
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "softmax_scale"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            yield f"--{name.replace('_', '-')} must be positive, got {value}"
     if config.recompute_granularity == "full" and (config.recompute_method is None or not config.recompute_num_layers):
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
     if config.use_rope_scaling and config.rope_type == "yarn":
         yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
-    if config.rope_type == "yarn" and not all(
-        value and value > 0 for value in (config.rotary_scaling_factor, config.original_max_position_embeddings)
-    ):
+    if config.rope_type == "yarn" and not (config.rotary_scaling_factor and config.original_max_position_embeddings):
         yield (
             f"--rope-type yarn: --rotary-scaling-factor {config.rotary_scaling_factor} and "
             f"--original-max-position-embeddings {config.original_max_position_embeddings} must be positive"
@@ -154,8 +148,6 @@ def _of_back_end(config: TransformerConfig) -> Iterator[str]:
             "--fp8-param-gather needs --fp8-format, and --fp8-recipe delayed, tensorwise or blockwise: mxfp8 weights "
             "are two tensors, which a shard of the main parameters cannot fill"
         )
-    if config.fp8_amax_history_len < 1:
-        yield f"--fp8-amax-history-len must be positive, got {config.fp8_amax_history_len}"
 
 
 def _of_experts(config: TransformerConfig) -> Iterator[str]:
@@ -214,8 +206,6 @@ def _of_balance(config: TransformerConfig) -> Iterator[str]:
             "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: recomputed layers "
             "would count their tokens twice; take aux_loss or seq_aux_loss"
         )
-    if config.moe_expert_capacity_factor is not None and config.moe_expert_capacity_factor <= 0:
-        yield f"--moe-expert-capacity-factor must be positive, got {config.moe_expert_capacity_factor}"
     if config.moe_pad_expert_input_to_capacity and config.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
     if config.moe_pad_expert_input_to_capacity and config.moe_router_enable_expert_bias:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer import model_rules
 from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
-from megatron.core.utils import flag, raise_problems
+from megatron.core.utils import flag, raise_problems, range_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"has_rope": True}
@@ -146,11 +146,13 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Normalize every query and key head."""
     qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
     """Normalize the queries, and the keys, of all heads together (OLMo 2), by RMSNorm."""
-    softmax_scale: float | None = flag(None, decides="mathematics", when=_NOT_LATENT, meaning="score_scale")
+    softmax_scale: float | None = flag(
+        None, positive=True, decides="mathematics", when=_NOT_LATENT, meaning="score_scale"
+    )
     """Factor of the attention scores. Default: 1 / sqrt(width of a head)."""
-    attn_logit_softcapping: float | None = flag(None, decides="mathematics")
+    attn_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
     """Keep attention scores x within this: x becomes cap * tanh(x / cap)."""
-    final_logit_softcapping: float | None = flag(None, decides="mathematics")
+    final_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
     """The same for the logits of the output layer."""
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes")
     """A score that every query has besides those of its keys, with a value of zero (an attention sink): none, 0, or one
@@ -191,7 +193,7 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self._list_losses()
-        raise_problems(model_rules.problems(self))
+        raise_problems([*range_problems(self), *model_rules.problems(self)])
 
     @property
     def moe_layer_pattern(self) -> list[int]:

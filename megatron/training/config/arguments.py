@@ -15,7 +15,6 @@ import difflib
 import functools
 import inspect
 import itertools
-import math
 import re
 import sys
 import types
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from megatron.core.utils import raise_problems
+from megatron.core.utils import out_of_range, raise_problems
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
 
@@ -153,18 +152,11 @@ class Spelling:
         except ValueError:
             kind = {int: "an integer", float: "a number"}.get(self.convert, self.convert.__name__)  # type: ignore[call-overload]
             raise ValueError(f"{name}: {word!r} is not {kind}") from None
-        choices, low, high = (self.metadata[key] for key in ("choices", "at_least", "at_most"))
+        choices = self.metadata["choices"]
         if choices is not None and value not in choices:
             raise ValueError(f"{name}: {word!r} is not one of {', '.join(choices)}")
-        for wrong, wanted in (
-            # In any case: NaN is neither above nor below anything.
-            (isinstance(value, float) and not math.isfinite(value), "a finite number"),
-            (self.metadata["positive"] and value <= 0, "positive"),
-            (low is not None and value < low, f"at least {low}"),
-            (high is not None and value > high, f"at most {high}"),
-        ):
-            if wrong:
-                raise ValueError(f"{name} must be {wanted}, got {word}")
+        for wanted in out_of_range(value, self.metadata):
+            raise ValueError(f"{name} must be {wanted}, got {word}")
         return value
 
 

@@ -21,7 +21,7 @@ from megatron.core.module import MegatronModule
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
-from megatron.core.pipeline_parallel.layout import parse_layout
+from megatron.core.pipeline_parallel.schedules import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
 from megatron.core.utils import raise_problems
 from megatron.training.config import run_rules

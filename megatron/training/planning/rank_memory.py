@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.buffer_plan import BucketPlan, ParamGroup, ParamSpec, plan_buffer
+from megatron.core.distributed.param_and_grad_buffer import BucketPlan, ParamGroup, ParamSpec, plan_buffer
 from megatron.core.models import chunk_places
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
@@ -270,8 +270,9 @@ class ActivationMemory:
         inner = rows * c.moe_ffn_size // etp_size * self.itemsize
         shared = self.tokens * (c.moe_shared_expert_intermediate_size or 0) // self.tp_size * self.itemsize
         scores = 3 * self.local_tokens * c.experts * 4
+        around = self.blocks + (0 if c.recomputes("moe_act") else 2)
         return (
-            rows * c.hidden_size * self.itemsize + (self.blocks + 2) * inner + (self.blocks + 1) * shared
+            rows * c.hidden_size * self.itemsize + around * inner + (self.blocks + 1) * shared
             + scores + 4 * 8 * rows
         )  # fmt: skip
 

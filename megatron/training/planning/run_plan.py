@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
-from megatron.core.distributed.buffer_plan import ParamGroup
+from megatron.core.distributed.param_and_grad_buffer import ParamGroup
 from megatron.core.optimizer import state_names
 from megatron.core.parallel_state import ParallelState, Place
 from megatron.core.pipeline_parallel.schedules import schedule

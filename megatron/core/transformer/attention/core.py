@@ -9,9 +9,8 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.attention.blockwise import blockwise_attention
+from megatron.core.transformer.attention.blockwise import AttentionMask, blockwise_attention
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
-from megatron.core.transformer.attention.mask import AttentionMask
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide

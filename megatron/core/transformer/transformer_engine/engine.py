@@ -16,6 +16,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor import cast_master_weights_to_fp8, replace_raw_data
 
 from megatron.core.module import param_info, set_param_info
+from megatron.core.parallel_state import group_of
 from megatron.core.transformer.layer_spec import Precision, Quantized
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -196,6 +197,10 @@ class TEPrecision(Precision):
     ) -> None:
         super().__init__(config, group)
         self._recipe = make_recipe(config) if config.low_precision is not None else None
+        if config.fp8_param_gather and dist.is_initialized():
+            # What casts weights that are not sharded wants a group of this rank alone. All ranks make theirs now: NCCL
+            # splits it off the world, which ranks without such weights would never join.
+            group_of((dist.get_rank(),))
         for number, layer in (layers or {}).items():
             for name, module in layer.named_modules():
                 if isinstance(module, WithScales):

@@ -241,13 +241,14 @@ def set_up(config: TransformerConfig, tokens: int, tp_size: int) -> None:
     """The user buffers of --tp-comm-overlap, for the activations of a micro batch `[tokens, hidden]`."""
     if not config.tp_comm_overlap or tp_size == 1:
         return
-    numbers, kinds = range(config.num_layers), te.UserBufferQuantizationMode
-    modes = {kinds.FP8 if config.fp8 is not None and config.quantizes(number) else kinds.NONE for number in numbers}
+    kinds = te.UserBufferQuantizationMode
+    in_fp8 = [config.fp8 is not None and config.quantizes(number) for number in range(config.num_layers)]
     path = config.tp_comm_overlap_cfg
     te.initialize_ub(
         shape=[tokens, config.hidden_size],
         tp_size=tp_size,
-        quantization_modes=list(modes),
+        # In one order on all ranks, as buffers are made together; that of a set would be another in every process.
+        quantization_modes=[kind for kind, used in ((kinds.NONE, not all(in_fp8)), (kinds.FP8, any(in_fp8))) if used],
         dtype=config.params_dtype,
         ub_cfgs=yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path is not None else None,
         bootstrap_backend=config.tp_comm_bootstrap_backend,

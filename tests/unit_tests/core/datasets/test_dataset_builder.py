@@ -157,10 +157,13 @@ def test_members_too_small_for_their_weights(data):
         ({"data_path": ["a"], "data_args_path": "f"}, "--data-path and --data-args-path exclude each other"),
         ({"train_data_path": ["a"], "split": "9,1"}, "--split 9,1 divides --data-path; --train-data-path already"),
         ({"data_path": ["a"], "seq_length": 0}, "--seq-length must be given"),
-        ({"data_path": ["a"], "seed": -1}, "--seed must be from 0 to 4294967295, got -1"),
+        ({"data_path": ["a"], "seed": -1}, "--seed must be at least 0, got -1"),
         ({"data_path": ["a"], "split": "x"}, "--split 'x'"),
-        ({"data_path": ["a"], "num_dataset_builder_threads": 0}, "--num-dataset-builder-threads must be at least 1"),
-        ({"data_path": ["a"], "mid_level_dataset_surplus": -0.1}, "--mid-level-dataset-surplus must not be negative"),
+        (
+            {"data_path": ["a"], "num_dataset_builder_threads": 0},
+            "--num-dataset-builder-threads must be positive, got 0",
+        ),
+        ({"data_path": ["a"], "mid_level_dataset_surplus": -0.1}, "--mid-level-dataset-surplus must be at least 0"),
         ({"data_args_path": "nowhere"}, "--data-args-path nowhere: no such file"),
         ({"per_split_data_args_path": "nowhere"}, "--per-split-data-args-path nowhere: no such file"),
         (

@@ -182,8 +182,8 @@ def test_tokens_that_every_text_begins_with_are_not_repeated(tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fim_rate": 1.5}, "--fim-rate must be from 0 to 1, got 1.5"),
-        ({"fim_fragment_rate": -1.0}, "--fim-fragment-rate must be from 0 to 1"),
+        ({"fim_rate": 1.5}, "--fim-rate must be at most 1, got 1.5"),
+        ({"fim_fragment_rate": -1.0}, "--fim-fragment-rate must be at least 0, got -1"),
         ({"fim_split_sample": "<SPLIT>"}, "--fim-split-sample <SPLIT> needs --fim-fragment-rate"),
     ],
 )

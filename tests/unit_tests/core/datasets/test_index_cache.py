@@ -17,10 +17,10 @@ from megatron.core.datasets import (
     IndexedDatasetBuilder,
     build_datasets,
     gpt_dataset,
-    index_cache,
+    indices,
 )
 from megatron.core.datasets.gpt_dataset import build_gpt_index
-from megatron.core.datasets.index_cache import digest_of_array, load_or_build
+from megatron.core.datasets.indices import digest_of_array, load_or_build
 from megatron.training.data.loaders import one_rank_per_node_first
 
 NAMES = ["document_index.npy", "index.json", "sample_index.npy", "shuffle_index.npy"]
@@ -155,7 +155,7 @@ def test_the_record_says_what_the_index_is_of(corpus, tmp_path):
 
 def build_while_others_damage(rank, world_size, corpus, cache):
     """Every rank opens the same index again and again, rank 0 damages and deletes files in between."""
-    logging.getLogger(index_cache.__name__).setLevel(logging.ERROR)
+    logging.getLogger(indices.__name__).setLevel(logging.ERROR)
     expected = dataset_for(Path(corpus), Path(cache) / f"own_{rank}")
     shared = Path(cache) / "shared"
     kept = []
@@ -189,7 +189,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         return call
 
     gpt_dataset.build_gpt_index = counted("built", build_gpt_index)
-    index_cache.digest_of_array = counted("hashed", digest_of_array)
+    indices.digest_of_array = counted("hashed", digest_of_array)
     gethostname, socket.gethostname = socket.gethostname, lambda: hosts[rank]
 
     def build(verify):
@@ -201,7 +201,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
     try:
         datasets = one_rank_per_node_first(build, needs_data[rank])
     finally:
-        gpt_dataset.build_gpt_index, index_cache.digest_of_array = build_gpt_index, digest_of_array
+        gpt_dataset.build_gpt_index, indices.digest_of_array = build_gpt_index, digest_of_array
         socket.gethostname = gethostname
     tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
     return counts["built"], counts["hashed"], tokens

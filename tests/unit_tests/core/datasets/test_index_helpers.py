@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import helpers_cpp
-from megatron.core.datasets.helpers import build_blend_index, build_sample_index
+from megatron.core.datasets.indices import build_blend_index, build_sample_index
 
 
 def sample_index_by_definition(lengths, documents, seq_length, num_samples, extra):

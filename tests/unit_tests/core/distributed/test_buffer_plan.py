@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from megatron.core.distributed.buffer_plan import ALIGNMENT, ParamGroup, ParamSpec, intersect, plan_buffer, ranges_of
+from megatron.core.distributed.param_and_grad_buffer import (
+    ALIGNMENT,
+    ParamGroup,
+    ParamSpec,
+    intersect,
+    plan_buffer,
+    ranges_of,
+)
 from megatron.core.module import Constant, ParamInfo
 
 INIT = Constant(0.0)

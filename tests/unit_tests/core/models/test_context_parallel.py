@@ -11,8 +11,8 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.attention.kernels import Block, CpuAttention, Scoring, attend, attend_backward
 from megatron.core.transformer.placement import ContextParallel, Placement, local_positions
+from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 SEQ, BATCH = 32, 2
 LLAMA = {

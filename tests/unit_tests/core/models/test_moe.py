@@ -6,25 +6,27 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.conversion.model_space.model import local_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
+from megatron.core.module import Normal
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.update_rules import matrix_layouts
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.grouped_linear import grouped_product
+from megatron.core.transformer.grouped_linear import GroupedLinear, grouped_product
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
-from megatron.core.transformer.moe.dispatcher import Permutation
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, Permutation
 from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.compare import assert_same
+from tests.live_tensors import LiveTensors
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
 BASE = {
@@ -184,6 +186,42 @@ def test_grouped_product_is_torchs_own():
     x, matrices, counts = torch.randn(9, 8), torch.randn(4, 8, 16), torch.tensor([2, 0, 3, 4])
     expected = F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
     torch.testing.assert_close(grouped_product(x, matrices, counts), expected)
+
+
+def test_products_below_fp32_have_few_shapes():
+    """On a CPU a kernel is compiled for each of them. What is added to an expert's rows changes nothing."""
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.mm:
+                seen.add((tuple(args[0].shape), tuple(args[1].shape)))
+            return function(*args, **(kwargs or {}))
+
+    seen: set = set()
+    linear = GroupedLinear(
+        TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_experts=2, bf16=True),
+        *(16, 24),
+        init=Normal(0.5),
+        split_dim=1,
+        axes=ExpertAxes(),
+    )
+    linear.initialize(1)
+    for first in range(64, 256):  # another number of rows in every step
+        counts = torch.tensor([first, 300 - first])
+        x = torch.randn(300, 16, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(300, 24, dtype=torch.bfloat16)
+        linear.weight.grad = None
+        with Shapes():
+            linear(x, counts).backward(dy)
+        if first in (64, 67, 211):
+            weight = linear.weight.detach().float()
+            for expert, rows in enumerate((slice(first), slice(first, None))):
+                matrix, rows_of_x, rows_of_dy = weight[expert], x.detach()[rows].float(), dy[rows].float()
+                close = partial(torch.testing.assert_close, rtol=2e-2, atol=5e-2)
+                close(linear(x, counts)[rows].float(), rows_of_x @ matrix.T)
+                close(x.grad[rows].float(), rows_of_dy @ matrix)
+                close(linear.weight.grad[expert].float(), rows_of_dy.T @ rows_of_x, atol=0.5)
+    assert len(seen) <= 3 * 14  # kinds of products; multiples of 16 from 48 to 256
 
 
 def test_groups_limit_the_choice():
@@ -373,6 +411,32 @@ def test_an_expert_without_room_drops_the_lowest_weights():
         router.weight[0] = 0.05
     kept = router(torch.linspace(1, 2, 8).unsqueeze(1).expand(8, 16), 1).kept
     assert kept.sum() == 2 and kept[-2:].all()  # everyone chose the first expert
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}], ids=str)
+def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
+    """The same bits, and of the values between an expert's matrices neither activation nor product."""
+    found = []
+    for more in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}):
+        torch.manual_seed(0)
+        config = config_of(**options, **more)
+        layer = MoELayer(config, Placement(Axis(), TensorParallelRng(0, 0)), layer_number=0)
+        layer.initialize(1)
+        for matrix in (layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight):
+            matrix.main_grad = torch.zeros_like(matrix, dtype=torch.float32)
+        hidden = torch.randn(32, 2, config.hidden_size).to(config.params_dtype).requires_grad_()
+        with LiveTensors() as live:
+            before = live.live
+            output = layer(hidden)
+            kept = live.live - before
+            output.square().sum().backward()
+        gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in layer.parameters() if p.requires_grad]
+        found.append((output, hidden.grad, *gradients, kept))
+    (*plain, kept), (*again, kept_again) = found
+    for mine, expected in zip(again, plain, strict=True):
+        assert torch.equal(mine, expected)
+    rows = 32 * 2 * config.moe_router_topk
+    assert kept - kept_again == 2 * rows * config.moe_ffn_size * config.params_dtype.itemsize
 
 
 @pytest.mark.parametrize(

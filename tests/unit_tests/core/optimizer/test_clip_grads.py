@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.grad_scaler import clip_coefficient, count_zeros, sum_of_squares
+from megatron.core.optimizer.optimizer import clip_coefficient, count_zeros, sum_of_squares
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.optimizer import GradScaler
 
 
 def dynamic(initial_scale, min_scale=1.0):

@@ -8,7 +8,7 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "--lr must not be negative, got -1.0"),
+        ({"lr": -1.0}, "--lr must be at least 0, got -1.0"),
         ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01"),
         ({"decoupled_min_lr": 1e-3}, "--decoupled-lr None"),
         ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "--decoupled-min-lr 0.001"),
@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ({"clip_grad": -1.0}, "--clip-grad"),
         ({"loss_scale": 0.0}, "--loss-scale must be positive, got 0.0"),
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale 0.5"),
-        ({"hysteresis": 0}, "--hysteresis 0"),
+        ({"hysteresis": 0}, "--hysteresis must be positive, got 0"),
         ({"start_weight_decay": 0.1}, "--weight-decay-incr-style"),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
         (

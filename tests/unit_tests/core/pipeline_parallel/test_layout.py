@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
-from megatron.core.pipeline_parallel.layout import parse_layout
+from megatron.core.pipeline_parallel.schedules import parse_layout
 
 
 def lists(ranges: list[list[range]]) -> list[list[list[int]]]:

@@ -94,7 +94,7 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         ("--attn-logit-softcapping 50", "--attention-dropout 0.1: the kernels that change scores so have no dropout"),
         ("--softmax-type learnable", "--softmax-type learnable with --attention-dropout 0.1: the kernels"),
         ("--glu-linear-offset 1 --swiglu", "--glu-linear-offset 1.0 needs --quick-geglu, whose gate it changes"),
-        ("--final-logit-softcapping 0", "--final-logit-softcapping must be positive, got 0.0"),
+        ("--final-logit-softcapping 0", "--final-logit-softcapping must be positive, got 0"),
         ("--qk-layernorm-across-heads --qk-layernorm", "needs --qk-layernorm and --normalization RMSNorm"),
         ("--norm-placement both --num-experts 4", "--norm-placement both does not go with --num-experts"),
         ("--swiglu --geglu", "--swiglu and --geglu exclude each other"),

@@ -8,8 +8,8 @@ import torch
 from megatron.core.parallel_state import Axis, ParallelConfig
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.placement import Placement
+from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.planning.rank_memory import ActivationMemory
 from tests.torch_versions import of_current_torch
 

@@ -5,6 +5,8 @@ arrays depend on, so equal names mean equal contents: any number of processes ma
 once. The .json comes last and carries the digest of every array (type, shape and contents) and its own, so a reader
 takes a whole index or none; what is cut or damaged is built again. Without a writable directory the index is built in
 memory.
+
+What is slow to build is built in C++ (`helpers_cpp`), behind a typed front that chooses integer widths.
 """
 
 from __future__ import annotations
@@ -17,9 +19,54 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from megatron.core.durable_files import committed, fsync_directory
 from megatron.core.utils import Progress
+
+try:
+    from megatron.core.datasets import helpers_cpp
+except ImportError as error:
+    raise ImportError(
+        "the C++ dataset helpers (megatron/core/datasets/helpers.cpp) are not built for this Python: "
+        "run `pip install -e .` or `python setup.py build_ext --inplace` in the repository"
+    ) from error
+
+INT32_MAX = np.iinfo(np.int32).max
+MAX_BLEND_MEMBERS = np.iinfo(np.int16).max
+
+
+def build_sample_index(
+    sequence_lengths: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int, extra_tokens: int
+) -> np.ndarray:
+    """Row j, of `num_samples + 1`, is (position in document_index, token offset) where sample j starts.
+
+    int32, or int64 where the document index has more entries than int32 counts.
+    """
+    assert seq_length > 0 and num_samples >= 0 and extra_tokens in (0, 1)
+    lengths = np.require(sequence_lengths, np.int32, ["C", "A"])  # an .idx file maps them unaligned
+    documents = np.require(document_index, np.int32, ["C", "A"])
+    if len(documents) > INT32_MAX:
+        return helpers_cpp.build_sample_index_int64(lengths, documents, seq_length, num_samples, extra_tokens)
+    return helpers_cpp.build_sample_index_int32(lengths, documents, seq_length, num_samples, extra_tokens)
+
+
+def build_blend_index(
+    weights: NDArray[np.float64], size: int, limits: NDArray[np.int64] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample s comes from the member with the largest weight * max(s, 1) - (samples it has given), first on ties.
+
+    `limits`: the most samples each member may give. Returns (member int16 [size], its sample int64 [size]).
+    """
+    assert 0 < len(weights) <= MAX_BLEND_MEMBERS, f"{len(weights)} members; int16 counts {MAX_BLEND_MEMBERS}"
+    assert np.all(weights >= 0) and np.all(np.isfinite(weights))
+    if limits is None:
+        limits = np.full(len(weights), np.iinfo(np.int64).max)
+    assert len(limits) == len(weights)
+    return helpers_cpp.build_blend_index(
+        np.require(weights, np.float64, ["C", "A"]), np.require(limits, np.int64, ["C", "A"]), size
+    )
+
 
 logger = logging.getLogger(__name__)
 
