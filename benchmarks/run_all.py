@@ -24,8 +24,8 @@ PAGE = ROOT / "docs/benchmarks.md"
 PEER = "--megatron-core-python"
 COMMANDS = {
     "training": "benchmarks/training.py --layouts --rounds 2 --steps 6",
-    "experts": "benchmarks/training.py --moe --rounds 2 --steps 5",
-    "context": "benchmarks/training.py --context 4096 --rounds 2 --steps 5",
+    "experts": "benchmarks/training.py --moe --rounds 1 --steps 6",
+    "context": "benchmarks/training.py --context 4096 --rounds 1 --steps 5",
     "step": "benchmarks/step_profile.py",
     "startup": "benchmarks/startup.py",
     "preprocessing": "benchmarks/preprocessing.py",
