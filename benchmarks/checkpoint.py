@@ -317,11 +317,28 @@ class Bench:
 
                     def ours(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
                         def action() -> None:
-                            load(target.boxes, self.path(files), workers=self.args.workers)
+                            load(target.boxes, self.path(files))  # with its own default of threads
 
                         return self._load(target, files, name, cold, expected, action)
 
-                    self.repeat({"dcp": theirs, "ours": ours})
+                    contestants = {"dcp": theirs, "ours": ours}
+                    if cold:  # what the disk can do, in the order of the files
+                        contestants["plain read"] = lambda files=files, name=name: self._plain_read(files, name)
+                    self.repeat(contestants)
+
+    def _plain_read(self, files: str, name: str) -> dict[str, float]:
+        """Every process reads its share of the files with large reads from `workers` threads, into the same 8 MiB."""
+        evict(self.path(files))
+        paths = sorted(self.path(files).glob("*.distcp"))[dist.get_rank() :: dist.get_world_size()]
+
+        def read(path: Path) -> None:
+            buffer = bytearray(8 << 20)
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+        with ThreadPoolExecutor(self.args.workers) as pool:
+            return {name: timed(lambda: list(pool.map(read, paths)))}
 
     def _load(
         self, target: State, files: str, name: str, cold: bool, expected: float, action: Callable[[], None]
