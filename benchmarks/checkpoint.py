@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,7 +34,15 @@ from torch.distributed.tensor import DTensor, Shard
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.dist_checkpointing import AsyncSaver, ShardedStateDict, ShardedTensor, load, verify  # noqa: E402
+from megatron.core.dist_checkpointing import (  # noqa: E402
+    AsyncSaver,
+    SaveHandle,
+    ShardedStateDict,
+    ShardedTensor,
+    load,
+    staging_for_waiting,
+    verify,
+)
 
 COLUMNS = 4096
 NAMES = ("weight", "main", "exp_avg", "exp_avg_sq")
@@ -78,6 +87,11 @@ class State:
 
 def writer(path: Path, workers: int) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(path, thread_count=workers, sync_files=True, overwrite=True)
+
+
+def committed(handle: SaveHandle) -> None:
+    error = handle.wait().error
+    assert error is None, error
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -184,11 +198,12 @@ class Bench:
     def sync_saves(self) -> None:
         state, workers = self.state, self.args.workers
 
+        saver = AsyncSaver(workers=workers, staging_mem_limit=staging_for_waiting(workers))  # as without --async-save
+        saver.prepare(state.boxes)
+
         def ours() -> dict[str, float]:
             self.remove(self.path("ours"))
-            return {
-                "sync save": timed(lambda: self._finish(self.saver.save(state.boxes, self.path("ours"), common={})))
-            }
+            return {"sync save": timed(lambda: committed(saver.save(state.boxes, self.path("ours"), common={})))}
 
         def theirs() -> dict[str, float]:
             self.remove(self.path("dcp"))
@@ -205,10 +220,7 @@ class Bench:
             {"ours": ours, "dcp": theirs, "plain write": lambda: floor(False), "plain O_DIRECT": lambda: floor(True)}
         )
         self.remove(self.path("plain"))
-
-    def _finish(self, handle: object) -> None:
-        (report,) = self.saver.finish()
-        assert report.error is None, report.error
+        saver.close()
 
     # Asynchronous saves
 
@@ -217,8 +229,8 @@ class Bench:
 
         def ours() -> dict[str, float]:
             def save() -> Callable[[], object]:
-                self.saver.save(state.boxes, self.path("ours_async"), common={})
-                return lambda: self._finish(None)
+                handle = self.saver.save(state.boxes, self.path("ours_async"), common={})
+                return lambda: committed(handle)
 
             return self.training(save, self.path("ours_async"), self.saver.wait_staged)
 
@@ -252,16 +264,17 @@ class Bench:
         dist.barrier()
         began = time.perf_counter()
         blocked: list[float] = []
-        waits: list[Callable[[], object]] = []
+        watchers: list[Future[float]] = []
 
         def begin() -> None:
             start = time.perf_counter()
-            waits.append(save())
+            wait = save()
             blocked.append(time.perf_counter() - start)
+            watchers.append(watcher.submit(lambda: (wait(), time.perf_counter())[1]))  # when it is durable
 
-        with_save = self.window(begin, before_step, blocked)
-        waits[0]()
-        total = time.perf_counter() - began
+        with ThreadPoolExecutor(1) as watcher:
+            with_save = self.window(begin, before_step, blocked)
+        total = watchers[0].result() - began
         numbers = torch.tensor([sum(blocked), with_save - calm, total, calm / WINDOW], dtype=torch.float64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         blocking, lost, until_durable, iteration = numbers.tolist()
@@ -304,11 +317,28 @@ class Bench:
 
                     def ours(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
                         def action() -> None:
-                            load(target.boxes, self.path(files), workers=self.args.workers)
+                            load(target.boxes, self.path(files))  # with its own default of threads
 
                         return self._load(target, files, name, cold, expected, action)
 
-                    self.repeat({"dcp": theirs, "ours": ours})
+                    contestants = {"dcp": theirs, "ours": ours}
+                    if cold:  # what the disk can do, in the order of the files
+                        contestants["plain read"] = lambda files=files, name=name: self._plain_read(files, name)
+                    self.repeat(contestants)
+
+    def _plain_read(self, files: str, name: str) -> dict[str, float]:
+        """Every process reads its share of the files with large reads from `workers` threads, into the same 8 MiB."""
+        evict(self.path(files))
+        paths = sorted(self.path(files).glob("*.distcp"))[dist.get_rank() :: dist.get_world_size()]
+
+        def read(path: Path) -> None:
+            buffer = bytearray(8 << 20)
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+        with ThreadPoolExecutor(self.args.workers) as pool:
+            return {name: timed(lambda: list(pool.map(read, paths)))}
 
     def _load(
         self, target: State, files: str, name: str, cold: bool, expected: float, action: Callable[[], None]

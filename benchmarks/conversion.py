@@ -179,13 +179,12 @@ def main() -> None:
         train_one_step(root / "torch_dist", args)
         nbytes = sum(path.stat().st_size for path in files(root / "torch_dist"))
         largest = args.vocab * args.hidden * 4
-        commands = ([sys.executable, "tools/checkpoint/convert.py", "--help"], [sys.executable, "-c", "import torch"])
-        idle, bare = (min(run(command)[0] for _ in range(3)) for command in commands)
+        bare = min(run([sys.executable, "-c", "import torch"])[0] for _ in range(3))
         print(f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB")
-        print(f"start-up: {idle:.2f} s, of which torch {bare:.2f} s; {args.workers} workers", flush=True)
+        print(f"start-up: import torch takes {bare:.2f} s; {args.workers} workers", flush=True)
         warm_up(root, args)
         for source, result in PAIRS:
-            convert(root, source, result, args, idle)
+            convert(root, source, result, args, bare)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

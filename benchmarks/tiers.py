@@ -9,6 +9,7 @@ node with its disk and gets another one, from SIGKILL to the next step and to on
     python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
     python benchmarks/tiers.py --restart                   # the loss of a node alone: 82 MB of state
+    python benchmarks/tiers.py --restart --size-gb 1.6     # where reading and repeated iterations count
     python benchmarks/tiers.py --store local --size-gb 0.2 # object storage alone, in a server of this machine
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
 
@@ -45,7 +46,7 @@ from tests.processes import is_running  # noqa: E402
 COLUMNS, TENSORS = 4096, 8
 WAYS = ("own disk", "own disk and a copy")
 RUN = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--num-layers 4 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 4000 --lr 1e-4 "
     "--num-workers 0 --train-iters 1000 --eval-iters 0 --use-distributed-optimizer --log-interval 1 --async-save "
     "--save-interval 10 "
@@ -170,6 +171,11 @@ def measure_loads(rank, size, training, root, turns):
     return results
 
 
+def hidden_size(size_gb):
+    """Of a model with that much to save: 16 bytes for each of its 48 h^2 + 8000 h parameters."""
+    return round(((8000**2 + 4 * 48 * size_gb * 1e9 / 16) ** 0.5 - 8000) / 96 / 64) * 64
+
+
 def measure_restart(root, flags):
     """A node is lost with its disk, and another one comes."""
     save = root / "run"
@@ -203,13 +209,14 @@ def measure_restart(root, flags):
     }
 
 
-def measure_restarts(root, turns):
+def measure_restarts(root, turns, size_gb):
     results = defaultdict(lambda: defaultdict(list))
+    width = f"--hidden-size {hidden_size(size_gb)}"
     for turn in range(turns):
         for way, flags in (("with copies on nodes", LOCAL), ("from --save alone", "")):
             directory = root / f"{way}{turn}".replace(" ", "_")
             directory.mkdir()
-            for name, value in measure_restart(directory, flags).items():
+            for name, value in measure_restart(directory, f"{width} {flags}").items():
                 results[way][name].append(value)
             shutil.rmtree(directory)
     return results
@@ -276,20 +283,21 @@ def show(results):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=1.6, help="of all nodes together")
+    parser.add_argument("--size-gb", type=float, help="of all nodes together; default 1.6, with --restart 0.082")
     parser.add_argument("--turns", type=int, help="default 5, with --restart 1")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
     parser.add_argument("--store", help="measure object storage, and nothing else: s3://bucket/prefix, or `local`")
     parser.add_argument("--restart", action="store_true", help="measure the loss of a node, and nothing else")
     options = parser.parse_args()
     options.turns = options.turns or (1 if options.restart else 5)
+    options.size_gb = options.size_gb or (0.082 if options.restart else 1.6)
     with contextlib.ExitStack() as stack:
         if options.store == "local":
             stack.enter_context(object_server())
             options.store = "s3://bucket/run"
         root = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-"))
         if options.restart:
-            show(measure_restarts(Path(root), options.turns))
+            show(measure_restarts(Path(root), options.turns, options.size_gb))
             return
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port

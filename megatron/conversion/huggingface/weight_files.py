@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -145,7 +146,7 @@ def scaled_blocks(quantization: Any) -> Sequence[int]:
 def dequantized(tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
     """`tensors` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
-    for name in tensors.keys() - result.keys():
+    for name in (name for name in tensors if name.endswith(SCALES)):
         matrix = name.removesuffix(SCALES)
         if matrix not in result:
             raise ValueError(f"{name} is there, but not {matrix}, which it is for")
@@ -296,8 +297,8 @@ class Outgoing:
         rows, elements = self.part.shape[0], math.prod(self.part.shape)
         return rows if self.whole else max(1, _RUN_BYTES // 4 * rows // max(1, elements))
 
-    def write(self, places: Mapping[str, tuple[Path, int]], first: int, progress: Progress) -> None:
-        """The model rows from `first` on, as many as fit; `places` says where the stored tensors begin."""
+    def write(self, files: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
+        """The model rows from `first` on, as many as fit; `files`: where each stored tensor is."""
         part, lead, rest = self.part, self.part.lead, self.part.shape[1:]
         count = min(self.rows_at_once, part.shape[0] - first)
         box = self.source.read(self.key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
@@ -307,36 +308,53 @@ class Outgoing:
                 stored = pack_rows(part.row_map, number, rows)
                 stored = stored.t() if part.transposed else stored
                 if part.packed is None:
-                    write_rows(places[name], stored, 0)
+                    files[name].write(name, stored)
                 else:
-                    write_rows(places[name], stored[None], lead[0])
+                    files[name].write(name, stored[None], lead[0])
         else:
             found = list(cut(part.row_map, first, first + count))
             for run, piece in zip(found, rows.split([run.rows for run in found]), strict=True):
-                write_rows(places[part.names[run.source]], piece, run.start)
+                name = part.names[run.source]
+                files[name].write(name, piece, run.start)
         progress(rows.nbytes)
 
 
-def write_rows(place: tuple[Path, int], rows: torch.Tensor, first: int) -> None:
-    """The rows from `first` on of the tensor that begins at byte `place[1]` of a file."""
-    path, position = place
-    write_at(path, rows.contiguous(), position + first * rows[:1].nbytes)
+class SafetensorsWriter:
+    """A file of these tensors: any rows of any of them may be written next, by any thread.
 
+    Raises AssertionError for rows that are not theirs and, when the file is closed, if bytes of it were not written.
+    """
 
-def write_header(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[Path, int]]:
-    """Begin a file of these tensors. Returns where each begins: any rows of any of them may be written next."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
-    starts: dict[str, int] = {}
-    position = 0
-    for name, info in tensors.items():
-        starts[name], end = position, position + info.nbytes
-        dtype = _DTYPE_NAMES[info.dtype]
-        header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    return {name: (path, 8 + len(text) + start) for name, start in starts.items()}
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+        self._path, self._tensors = path, dict(tensors)
+        self._starts: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
+        end = 0
+        for name, info in tensors.items():
+            start, end = end, end + info.nbytes
+            dtype = _DTYPE_NAMES[info.dtype]
+            header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": [start, end]}
+            self._starts[name] = start
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        self._base, self._missing, self._lock = 8 + len(text), end, Lock()
+
+    def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
+        """The rows of `name` from `first` on."""
+        info = self._tensors[name]
+        assert rows.dtype == info.dtype and tuple(rows.shape[1:]) == info.shape[1:], (name, rows.dtype, rows.shape)
+        start = first * rows[:1].nbytes if rows.dim() else 0
+        assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
+        write_at(self._path, rows.contiguous(), self._base + self._starts[name] + start)
+        with self._lock:
+            self._missing -= rows.nbytes
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"
 
 
 def write_weight_files(
@@ -349,11 +367,12 @@ def write_weight_files(
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     # All shards are laid out first, since any worker may write to any of them; each is renamed when all are complete.
     with ExitStack() as stack:
-        places: dict[str, tuple[Path, int]] = {}
+        writers: dict[str, SafetensorsWriter] = {}
         for file, shard in zip(files, shards, strict=True):
-            places |= write_header(stack.enter_context(committed(directory / file)), shard)
+            path = stack.enter_context(committed(directory / file))
+            writers |= dict.fromkeys(shard, stack.enter_context(SafetensorsWriter(path, shard)))
         jobs = (
-            partial(tensor.write, places, first, progress)
+            partial(tensor.write, writers, first, progress)
             for tensor in tensors
             for first in range(0, tensor.part.shape[0], tensor.rows_at_once)
         )

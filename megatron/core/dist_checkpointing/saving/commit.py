@@ -208,6 +208,8 @@ class PendingCheckpoint:
                 self.generation.check(failure)
         except SupersededError as superseded:
             return superseded
+        except OSError:  # the storage that failed does not answer this question either
+            pass
         return failure
 
     def abandon(self) -> None:

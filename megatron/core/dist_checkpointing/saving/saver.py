@@ -52,7 +52,7 @@ from megatron.core.object_storage import path_of
 class AsyncSaver(Conductor):
     """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in the same order.
 
-    `fully_parallel` shares out the writing of what several ranks hold; `workers` threads write as many files per rank;
+    `fully_parallel` shares out the writing of what several ranks hold; each rank writes `workers` files at once;
     `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
     the writing. Leaving a `with` block by an exception cancels the save under way.
     """
@@ -76,7 +76,7 @@ class AsyncSaver(Conductor):
         self._max_slots = None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pool = Workers(workers, "checkpoint-writer")
+        self._pool = Workers(2 * workers, "checkpoint-writer")  # while one copies and hashes, another one writes
 
     def prepare(self, state: ShardedStateDict) -> None:
         """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
@@ -190,7 +190,7 @@ class AsyncSaver(Conductor):
 
 def staging_for_waiting(workers: int) -> int:
     """Bytes of host buffers that keep `workers` writers busy: room for all pieces pays only where nobody waits."""
-    return max(8, 4 * workers) * SLOT_SIZE
+    return 8 * workers * SLOT_SIZE
 
 
 def save(

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.formats import parse_size
 from megatron.conversion.huggingface import weight_files
-from megatron.conversion.huggingface.weight_files import open_safetensors, write_header, write_rows
+from megatron.conversion.huggingface.weight_files import SafetensorsWriter, open_safetensors
 from megatron.conversion.model_space.source import TensorInfo
 
 TENSORS = {
@@ -33,9 +33,9 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
-    places = write_header(tmp_path / "b.safetensors", infos)
-    for name, tensor in TENSORS.items():
-        write_rows(places[name], tensor.view(-1) if name == "scalar" else tensor, 0)
+    with SafetensorsWriter(tmp_path / "b.safetensors", infos) as writer:
+        for name, tensor in TENSORS.items():
+            writer.write(name, tensor)
     found = load_file(tmp_path / "b.safetensors")
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in TENSORS.items())
@@ -43,16 +43,28 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items() if t.dim()}
-    places = write_header(tmp_path / "c.safetensors", infos)
-    for name in reversed(infos):
-        for row in reversed(range(len(TENSORS[name]))):
-            write_rows(places[name], TENSORS[name][row : row + 1], row)
+    with SafetensorsWriter(tmp_path / "c.safetensors", infos) as writer:
+        for name in reversed(infos):
+            for row in reversed(range(len(TENSORS[name]))):
+                writer.write(name, TENSORS[name][row : row + 1], row)
     found = load_file(tmp_path / "c.safetensors")
     assert all(torch.equal(found[name].float(), TENSORS[name].float()) for name in infos)
 
 
-def test_what_was_not_written_to_its_end_is_refused(tmp_path: Path) -> None:
-    write_header(tmp_path / "d.safetensors", {"x": TensorInfo((4, 3), torch.float32)})
+def test_a_file_with_a_hole_is_not_closed(tmp_path: Path) -> None:
+    infos = {"x": TensorInfo((5, 3), torch.float32), "y": TensorInfo((2,), torch.int64)}
+    hole = pytest.raises(AssertionError, match=r"36 bytes of .*d\.safetensors were not written")
+    with hole, SafetensorsWriter(tmp_path / "d.safetensors", infos) as writer:
+        writer.write("x", torch.ones(1, 3))
+        writer.write("x", torch.ones(1, 3), 4)
+        writer.write("y", torch.arange(2))
+
+
+def test_rows_of_another_shape_or_place_are_not_written(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "d.safetensors", {"x": TensorInfo((4, 3), torch.float32)})
+    for rows, first in ((torch.ones(2, 3), 3), (torch.ones(2, 4), 0), (torch.ones(2, 3).half(), 0)):
+        with pytest.raises(AssertionError):
+            writer.write("x", rows, first)
     with pytest.raises(ValueError, match="it is truncated or damaged"):
         open_safetensors(tmp_path / "d.safetensors")
 

@@ -1,5 +1,6 @@
 """Checkpoints that Megatron-LM wrote: all forms of one state agree bitwise, and what we write is what it would have."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.megatron_lm.args import arguments
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
@@ -61,6 +63,19 @@ def test_the_legacy_directory_we_write_is_the_one_megatron_wrote(directory, tmp_
             if not expected["args"]["group_query_attention"]:  # theirs says 1, and does not use it
                 expected["args"]["num_query_groups"] = expected["args"]["num_attention_heads"]
         assert_equal(expected, got, path.name)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ({"layernorm_epsilon": 1e-6}, 1e-6),
+        ({"norm_epsilon": 1e-7}, 1e-7),
+        ({"layernorm_epsilon": 1e-6, "norm_epsilon": 1e-7}, 1e-7),
+    ],
+)
+def test_epsilon_of_the_norms_has_an_older_name(stored, expected):
+    args = Namespace(num_layers=1, hidden_size=8, num_attention_heads=2, **stored)
+    assert arguments({"args": args, "checkpoint_version": 3.0}, "here")["norm_epsilon"] == expected
 
 
 def own_generators(source, folder):

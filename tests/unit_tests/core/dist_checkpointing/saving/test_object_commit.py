@@ -276,6 +276,40 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, mo
     assert_holds(root / "iter_0000001", 2, ROWS)
 
 
+def save_in_an_outage(rank, world_size, root, generation, environment):
+    """It ends when rank 0 has heard that its save failed."""
+    with mock.patch.dict(os.environ, environment):
+        object_storage._open_store.cache_clear()
+        ours = object_commit.ObjectGeneration(path_of(root), *generation)
+        with AsyncSaver(timeout=30) as saver:
+            state = sharded(rank, world_size, 7.0)
+            report = saver.save(state, f"{root}/iter_0000001", common={}, generation=ours).wait()
+            if rank == 0:
+                assert not (path_of(root) / "end-of-outage").is_file()
+        object_storage._open_store.cache_clear()
+    return report.error
+
+
+def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
+    """From the first of the small files on the store refuses everything, also to say who owns the directory."""
+    outage = threading.Event()
+
+    def fault(method, path, headers):
+        if path.endswith("/common.pt"):
+            outage.set()
+        if path.endswith("/end-of-outage"):
+            outage.clear()
+        return "refuse" if outage.is_set() else None
+
+    _, *generation = take_generation(root, {})
+    with FaultyProxy(server, fault):
+        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        environment["MEGATRON_STORAGE_DEADLINE"] = "0.5"
+        told, other = pool.run(save_in_an_outage, 2, str(root), generation, environment)
+    assert "common.pt" in told and other == told
+    assert [path.name for path in (root / "iter_0000001").iterdir()] == [".claim"]
+
+
 @pytest.mark.parametrize("repeatedly", [False, True])
 def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
     """Lost once, it is read back; with the server gone as well, the save may fail, but what it committed is whole."""
