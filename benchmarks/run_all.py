@@ -6,7 +6,7 @@ More than an hour on two idle cores (training 17 minutes, checkpoint 9); figures
 
     python benchmarks/run_all.py                          # or: make bench
     python benchmarks/run_all.py --only startup,checkpoint
-    python benchmarks/run_all.py --megatron-core-python PATH    # with megatron-core as a peer of training
+    python benchmarks/run_all.py --megatron-core-python PATH    # with megatron-core as a peer of training and start-up
     python benchmarks/run_all.py --megatron-core-python PATH --megatron-lm DIRECTORY    # and of preprocessing
 """
 
@@ -67,7 +67,8 @@ def main() -> int:
     for number, name in enumerate(args.only, 1):
         command = COMMANDS[name]
         peer = []
-        if args.megatron_core_python and (name == "preprocessing" or command.startswith("benchmarks/training.py")):
+        has_peer = name in ("preprocessing", "startup") or command.startswith("benchmarks/training.py")
+        if args.megatron_core_python and has_peer:
             peer += [PEER, args.megatron_core_python]
         if args.megatron_lm and name == "preprocessing":
             peer += ["--megatron-lm", args.megatron_lm]

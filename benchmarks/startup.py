@@ -1,17 +1,20 @@
 """From the command line to the first training iteration, and to it from a checkpoint of another layout.
 
 Start-up: a model of 35,000 parameters under torchrun, up to the log line of its first iteration, against the limit: the
-same processes with `import torch`, a process group and one all-reduce. The tools are measured against `import torch`.
-Resume: a run of TP2 goes on at DP2 with the distributed optimizer, up to the log line of its next iteration, against
-torchrun processes that do nothing but load the same number of bytes with torch.distributed.checkpoint into DTensors
-that are sharded the other way. Contestants take turns; reported are medians. Files come from the page cache.
+same processes with `import torch`, a process group and one all-reduce. The tools are measured against `import torch`,
+in processor time, the least of all turns. Resume: a run of TP2 goes on at DP2 with the distributed optimizer, up to the
+log line of its next iteration, against peers that do the same on the same shapes: a transformers model under FSDP with
+torch.distributed.checkpoint, whose files are sharded the other way, and megatron-core, which reads ours. Contestants
+take turns; reported are medians. Files come from the page cache, and modules are compiled, as installed ones are.
 
     python benchmarks/startup.py                       # start-up, tools and resume
     python benchmarks/startup.py --size-gb 0.2 --turns 3
+    python benchmarks/startup.py --megatron-core-python PATH   # and megatron-core, installed in its own environment
 """
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,8 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, *TWO_PROCESSES]
 MODEL = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --mock-data --seed 1 "
     "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 "
@@ -37,29 +41,21 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
 dist.all_reduce(torch.ones(1))
 print("iteration", flush=True)
 """
-# Bytes of fp32 as [layers of] rows x columns, written split along dimension 0 and read along dimension 1.
-DCP = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-directory, layers, write = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "write"
-dist.init_process_group("gloo")
-mesh, dim = init_device_mesh("cpu", (2,)), 0 if write else 1
-shape = [4096, 4096]
-shape[dim] //= 2
-local = [torch.ones(shape) for _ in range(layers)]
-state = {f"layers.{i}": DTensor.from_local(x, mesh, [Shard(dim)], run_check=False) for i, x in enumerate(local)}
-(dcp.save if write else dcp.load)(state, checkpoint_id=directory)
-print("iteration", flush=True)
-"""
+
+
+def environment_of(command: list[str]) -> dict[str, str]:
+    """Another Python has a megatron of its own. Without bytecode every start would compile our modules alone."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT) if command[0] == sys.executable else ""}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 def until_iteration(command: list[str]) -> float:
     """Seconds until the command has written a line with an iteration; it is left to end."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
     seconds = None
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    variables = environment_of(command)
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         assert run.stdout is not None
         lines = []
         for line in run.stdout:
@@ -71,29 +67,33 @@ def until_iteration(command: list[str]) -> float:
     return seconds
 
 
-def until_end(command: list[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+def processor_time(command: list[str]) -> float:
+    """Seconds of user and system; the exit code does not matter: that of `diff` says that something differs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, env=environment_of(command), stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def train(flags: str) -> list[str]:
     return [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *flags.split()]
 
 
-def compare(contestants: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
-    """Medians of seconds, after a first turn that does not count."""
+def compare(
+    contestants: dict[str, Callable[[], float]], turns: int, of: Callable[[list[float]], float] = statistics.median
+) -> dict[str, float]:
+    """Medians of seconds, or what `of` makes of them, after a first turn that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, measure in contestants.items():
             value = measure()
             if turn:
                 seconds[name].append(value)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: of(values) for name, values in seconds.items()}
 
 
 def print_rows(title: str, medians: dict[str, float], limit: str) -> None:
-    print(f"\n| {title} | s | against the first row |\n|---|---|---|")
+    print(f"\n| {title} | s | against {limit} |\n|---|---|---|")
     for name, median in medians.items():
         print(f"| {name} | {median:.2f} | {'' if name == limit else f'{median / medians[limit]:.2f}x'} |")
 
@@ -112,59 +112,65 @@ def measure_start_up(directory: Path, turns: int) -> None:
 
 
 def measure_tools(directory: Path, turns: int) -> None:
-    checkpoint = directory / "tiny"
-    until_iteration(train(f"{MODEL}{TINY}--train-iters 1 --save {checkpoint} --save-interval 1"))
+    checkpoint, legacy = directory / "tiny", directory / "legacy"
+    for save in (f"--save {checkpoint}", f"--ckpt-format torch --save {legacy}"):
+        until_iteration(train(f"{MODEL}{TINY}--train-iters 1 {save} --save-interval 1"))
     convert, inspect = (str(ROOT / "tools/checkpoint" / name) for name in ("convert.py", "inspect.py"))
+    conversion = f"--saver hf --overwrite --load-dir {checkpoint} --save-dir {directory / 'hf'}".split()
     commands = {
         "import torch": ["-c", "import torch"],
         "convert.py --help": [convert, "--help"],
         "inspect.py --help": [inspect, "--help"],
         "inspect.py show": [inspect, "show", str(checkpoint)],
         "inspect.py verify": [inspect, "verify", str(checkpoint)],
+        "inspect.py diff, torch_dist and legacy": [inspect, "diff", str(checkpoint), str(legacy)],
+        "convert.py, torch_dist to hf": [convert, *conversion],
+        "pretrain_gpt.py --help": [str(ROOT / "pretrain_gpt.py"), "--help"],
     }
-    contestants = {name: partial(until_end, [sys.executable, *command]) for name, command in commands.items()}
-    print_rows("tools", compare(contestants, turns), "import torch")
+    contestants = {name: partial(processor_time, [sys.executable, *command]) for name, command in commands.items()}
+    print_rows("tools, processor time", compare(contestants, turns, min), "import torch")
 
 
-def measure_resume(directory: Path, size_gb: float, turns: int) -> None:
-    """fp32: 12 bytes of a parameter travel, as fp32 bytes of DCP's."""
+def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: str | None) -> None:
+    """fp32: 12 bytes of a parameter travel."""
     layers = max(1, round((size_gb * 1e9 / 12 - 2 * VOCABULARY * HIDDEN) / (11 * HIDDEN**2)))
+    ffn, heads, length = HIDDEN * 5 // 2, 16, 32
     model = (
-        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {HIDDEN * 5 // 2} --seq-length 32 "
-        f"--num-attention-heads 16 --vocab-size {VOCABULARY} --untie-embeddings-and-output-weights "
+        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} --seq-length {length} "
+        f"--num-attention-heads {heads} --vocab-size {VOCABULARY} --untie-embeddings-and-output-weights "
     )
     ours, theirs = directory / "ours", directory / "dcp"
     until_iteration(train(f"{model}--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"))
     size = sum(file.stat().st_size for file in ours.rglob("*") if file.is_file())
-    script = directory / "dcp.py"
-    script.write_text(DCP)
-    tensors = str(round(size / 4096**2 / 4))
-    until_iteration([*TORCHRUN, str(script), str(theirs), tensors, "write"])
+    numbers = map(str, (layers, HIDDEN, ffn, heads, VOCABULARY, length))
+    dcp = [*TORCHRUN, str(ROOT / "benchmarks/peers/dcp_resume.py"), str(theirs), *numbers]
+    until_iteration([*dcp, "--write"])
     print(f"\n{size / 1e9:.2f} GB written at TP2")
-    limit = "DCP alone: import, process group, load, sharded the other way"
-    resume = f"{model}--use-distributed-optimizer --load {ours} --train-iters 2"
-    medians = compare(
-        {
-            limit: lambda: until_iteration([*TORCHRUN, str(script), str(theirs), tensors, "read"]),
-            "pretrain_gpt.py at DP2, first iteration": lambda: until_iteration(train(resume)),
-            "the same from random weights": lambda: until_iteration(
-                train(f"{model}--use-distributed-optimizer --train-iters 1")
-            ),
-        },
-        turns,
-    )
-    print_rows("resume", medians, limit)
+    peers = {"transformers, FSDP, DCP: load and one step": partial(until_iteration, dcp)}
+    if megatron_core:
+        program = [str(ROOT / "benchmarks/peers/megatron_core_resume.py"), str(ours), str(length)]
+        peers["megatron-core, distributed optimizer: load and one step"] = partial(
+            until_iteration, [megatron_core, *TWO_PROCESSES, *program]
+        )
+    at_dp2 = f"{model}--use-distributed-optimizer --train-iters"
+    own = {
+        "pretrain_gpt.py at DP2, first iteration": partial(until_iteration, train(f"{at_dp2} 2 --load {ours}")),
+        "the same from random weights": partial(until_iteration, train(f"{at_dp2} 1")),
+    }
+    medians = compare(peers | own, turns)
+    print_rows("resume", medians, min(peers, key=medians.__getitem__))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=1.6, help="of the checkpoint that is resumed from")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         measure_start_up(Path(name), args.turns)
         measure_tools(Path(name), args.turns)
-        measure_resume(Path(name), args.size_gb, max(1, args.turns // 2))
+        measure_resume(Path(name), args.size_gb, max(1, args.turns // 2), args.megatron_core_python)
 
 
 if __name__ == "__main__":

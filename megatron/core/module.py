@@ -139,11 +139,16 @@ class MegatronModule(nn.Module):
         return state
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Fill every parameter from `seed` and its key; padding that is in no box becomes zero."""
+    def initialize(self, seed: int | None) -> None:
+        """Fill every parameter from `seed` and its key; padding that is in no box becomes zero.
+
+        None: all of it becomes zero, for weights that are about to be loaded.
+        """
         for key, entry in self.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
             entry.local.zero_()
+            if seed is None:
+                continue
             for box in entry.boxes:
                 param_info(entry.local).init(box, key, entry.global_shape, seed)
 

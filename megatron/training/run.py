@@ -125,8 +125,13 @@ def build_run(
     device: torch.device,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
+    *,
+    random_weights: bool = True,
 ) -> Run:
-    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data."""
+    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data.
+
+    Without `random_weights` they are zero: a load that must bring all of them comes next.
+    """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
@@ -134,7 +139,7 @@ def build_run(
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
     layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
-    chunks = build_chunks(config, ps, rng, model_provider)
+    chunks = build_chunks(config, ps, rng, model_provider, config.training.seed if random_weights else None)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     return Run(
         config=config,
@@ -159,15 +164,15 @@ def build_run(
 
 
 def build_chunks(
-    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider
+    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider, seed: int | None
 ) -> list[DistributedDataParallel]:
-    """This rank's pipeline chunks, initialised, on the device, with their gradients reduced over data parallelism."""
+    """This rank's pipeline chunks, initialised from `seed`, on the device, gradients reduced over data parallelism."""
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
-        chunk.initialize(config.training.seed)
+        chunk.initialize(seed)
         # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:

@@ -31,7 +31,13 @@ from megatron.training.checkpoint.checkpointing import (
     state_to_save,
     take_save_directory,
 )
-from megatron.training.checkpoint.resume import adopt_end_of_document, find_start, load_checkpoint, stored_vocab_size
+from megatron.training.checkpoint.resume import (
+    adopt_end_of_document,
+    find_start,
+    load_checkpoint,
+    may_leave_weights,
+    stored_vocab_size,
+)
 from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
@@ -97,7 +103,8 @@ def pretrain(
         logger.info(note)
 
     # Build and load.
-    run = build_run(config, ps, device, model_provider, forward_step)
+    random_weights = start is None or may_leave_weights(config.checkpoint)
+    run = build_run(config, ps, device, model_provider, forward_step, random_weights=random_weights)
     run.started, run.clock = started, clock
     run.saver.own(generation, tier)
     check_hf_target(run)

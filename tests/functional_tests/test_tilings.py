@@ -44,7 +44,7 @@ def held_by(rank, world_size, flags):
     config = parse_args(shlex.split(f"{COMMON} --mock-data --train-iters 9 {flags} {batch}"), world_size)
     config.set_vocab_size(61)
     ps = ParallelState.for_rank(config.parallel, world_size, rank)
-    chunks = build_chunks(config, ps, TensorParallelRng(0, ps.tp.rank), model_provider)
+    chunks = build_chunks(config, ps, TensorParallelRng(0, ps.tp.rank), model_provider, config.training.seed)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     for shard in optimizer.shards:
         shard.state["exp_avg"].copy_(shard.param + 1)

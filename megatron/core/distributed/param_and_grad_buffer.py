@@ -7,8 +7,9 @@ that the plan of any rank of any layout can be made anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,29 @@ class Piece:
     stop: int
 
 
+class _Works:
+    """Collectives that are waited for together."""
+
+    def __init__(self, works: Iterable[dist.Work]) -> None:
+        self._works = tuple(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _shard_by_shard(collective: Callable[..., Any], whole: torch.Tensor, dp: Axis) -> _Works:
+    """Start `collective` of every shard of `whole`, to or from the rank that has it.
+
+    For gloo, whose all-gather and reduce-scatter of the whole go through a copy of it: in new memory, which costs more
+    than the exchange.
+    """
+    shards = whole.chunk(dp.size)
+    return _Works(
+        collective(part, rank, group=dp.group, async_op=True) for part, rank in zip(shards, dp.ranks, strict=True)
+    )
+
+
 class Bucket:
     """Parameters whose gradients are reduced together, and this rank's shard of them.
 
@@ -191,15 +215,17 @@ class Bucket:
         self.missing = set(self.params)
         self._dp = dp
         self.is_sharded = shard.size > 1  # other ranks have other parts of the sum
-        self._grad_work: dist.Work | None = None
-        self._param_work: dist.Work | None = None
+        self._grad_work: dist.Work | _Works | None = None
+        self._param_work: dist.Work | _Works | None = None
 
     def start_grad_reduce(self) -> None:
         """Sum the gradients over DP; afterwards only `grad_shard` is valid."""
         if self._dp.size == 1:
             return
         assert self._dp.group is not None and self._grad_work is None
-        if self.is_sharded:
+        if self.is_sharded and self.grad_data.device.type == "cpu":
+            self._grad_work = _shard_by_shard(dist.reduce, self.grad_data, self._dp)
+        elif self.is_sharded:
             self._grad_work = reduce_scatter_tensor(self._reduced, self.grad_data, group=self._dp.group, async_op=True)
         else:
             self._grad_work = dist.all_reduce(self.grad_data, group=self._dp.group, async_op=True)
@@ -222,9 +248,12 @@ class Bucket:
         if not self.is_sharded:
             return
         assert self._dp.group is not None and self._param_work is None
-        self._param_work = all_gather_into_tensor(
-            self.param_data, self.param_shard, group=self._dp.group, async_op=True
-        )
+        if self.param_data.device.type == "cpu":
+            self._param_work = _shard_by_shard(dist.broadcast, self.param_data, self._dp)
+        else:
+            self._param_work = all_gather_into_tensor(
+                self.param_data, self.param_shard, group=self._dp.group, async_op=True
+            )
 
     @property
     def shard_group(self) -> dist.ProcessGroup:

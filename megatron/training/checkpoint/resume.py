@@ -14,6 +14,7 @@ from megatron.conversion.formats import Found, Hints, NoCheckpointError, find_ch
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
+from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.loading.spread_checkpoint import HeldCheckpoint, SpreadCheckpoint, find_held
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -175,6 +176,12 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
     config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=stored)
     config.notes.append(f"--null-tokenizer-eod-id {stored}, as in {start.source.description}")
     return True
+
+
+def may_leave_weights(config: CheckpointConfig) -> bool:
+    """Whether --dist-ckpt-strictness lets weights that a checkpoint lacks keep their first values."""
+    unexpected, _ = STRICTNESS[config.dist_ckpt_strictness]
+    return unexpected != RAISE
 
 
 def load_checkpoint(run: Run, start: Start | None, tier: LocalTier | None = None) -> None:
