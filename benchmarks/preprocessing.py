@@ -76,15 +76,17 @@ def main() -> None:
     parser.add_argument("--megatron-core-python", help="the interpreter for it")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    tools = {tool.resolve(): sys.executable for tool in [TOOL, *args.tool]}
+    tools = {"ours": (TOOL, sys.executable)}
+    tools |= {f"ours of {tool.resolve().parents[1].name}": (tool.resolve(), sys.executable) for tool in args.tool}
     if args.megatron_lm is not None:
-        tools[(args.megatron_lm / "tools/preprocess_data.py").resolve()] = args.megatron_core_python or sys.executable
+        tool = (args.megatron_lm / "tools/preprocess_data.py").resolve()
+        tools["Megatron-LM's"] = (tool, args.megatron_core_python or sys.executable)
     with tempfile.TemporaryDirectory() as name:
         measure(Path(name), tools, args.turns, through_transformers=args.megatron_lm is not None)
 
 
-def measure(directory: Path, tools: dict[Path, str], turns: int, through_transformers: bool) -> None:
-    """Print a line for the tokenizer alone and for each tool with one and two workers; `tools`: their interpreters."""
+def measure(directory: Path, tools: dict[str, tuple[Path, str]], turns: int, through_transformers: bool) -> None:
+    """Print a line for the tokenizer alone and for each tool, by name with its interpreter, with 1 and 2 workers."""
     corpus, empty = make_corpus(directory), directory / "empty.jsonl"
     empty.write_text('{"text": "a"}\n')
     if through_transformers:
@@ -99,11 +101,11 @@ def measure(directory: Path, tools: dict[Path, str], turns: int, through_transfo
         spent = cpu_seconds(TOOL.parents[1], [*alone, "tokenize"]) - start
         seconds.setdefault("tokenizer alone", []).append(spent)
         written = set()
-        for (tool, python), workers in itertools.product(tools.items(), (1, 2)):
+        for (name, (tool, python)), workers in itertools.product(tools.items(), (1, 2)):
             flags = [*common, "--workers", str(workers), "--output-prefix", str(directory / "out"), "--append-eod"]
             start = cpu_seconds(tool.parents[1], [str(tool), "--input", str(empty), *flags], python)
             spent = cpu_seconds(tool.parents[1], [str(tool), "--input", str(corpus), *flags], python) - start
-            seconds.setdefault(f"{tool} --workers {workers}", []).append(spent)
+            seconds.setdefault(f"{name}, --workers {workers}", []).append(spent)
             written.add(hashlib.sha256((directory / "out_text_document.bin").read_bytes()).hexdigest())
         assert len(written) == 1, "not the same tokens"
     limit = statistics.median(seconds["tokenizer alone"])
