@@ -42,7 +42,8 @@ def block_of(command: str, output: str) -> str:
     """What stands between the two comments."""
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     where = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    return f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, {where}:\n\n```text\n{output.strip()}\n```\n"
+    text = "\n".join(line.rstrip() for line in output.strip().splitlines())
+    return f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, {where}:\n\n```text\n{text}\n```\n"
 
 
 def replace_block(page: str, name: str, content: str) -> str:
