@@ -61,4 +61,4 @@ def _payload(name: str, args: tuple[Any, ...]) -> Any:
         return args[0]
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return args[1]
-    return args[0] if name in ("allreduce_", "send", "alltoall_base_") else []
+    return args[0] if name in ("allreduce_", "broadcast_", "reduce_", "send", "alltoall_base_") else []
