@@ -170,7 +170,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         measure_start_up(Path(name), args.turns)
         measure_tools(Path(name), args.turns)
-        measure_resume(Path(name), args.size_gb, max(1, args.turns // 2), args.megatron_core_python)
+        measure_resume(Path(name), args.size_gb, args.turns, args.megatron_core_python)
 
 
 if __name__ == "__main__":

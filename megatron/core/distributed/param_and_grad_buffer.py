@@ -7,9 +7,8 @@ that the plan of any rank of any layout can be made anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,27 +161,13 @@ class Piece:
     stop: int
 
 
-class _Works:
-    """Collectives that are waited for together."""
-
-    def __init__(self, works: Iterable[dist.Work]) -> None:
-        self._works = tuple(works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def _shard_by_shard(collective: Callable[..., Any], whole: torch.Tensor, dp: Axis) -> _Works:
+def _shard_by_shard(collective: Callable[..., dist.Work], whole: torch.Tensor, dp: Axis) -> list[dist.Work]:
     """Start `collective` of every shard of `whole`, to or from the rank that has it.
 
-    For gloo, whose all-gather and reduce-scatter of the whole go through a copy of it: in new memory, which costs more
-    than the exchange.
+    For gloo, whose all-gather and reduce-scatter go through a copy of the whole and take about twice as long.
     """
-    shards = whole.chunk(dp.size)
-    return _Works(
-        collective(part, rank, group=dp.group, async_op=True) for part, rank in zip(shards, dp.ranks, strict=True)
-    )
+    shards = zip(whole.chunk(dp.size), dp.ranks, strict=True)
+    return [collective(shard, rank, group=dp.group, async_op=True) for shard, rank in shards]
 
 
 class Bucket:
@@ -215,45 +200,45 @@ class Bucket:
         self.missing = set(self.params)
         self._dp = dp
         self.is_sharded = shard.size > 1  # other ranks have other parts of the sum
-        self._grad_work: dist.Work | _Works | None = None
-        self._param_work: dist.Work | _Works | None = None
+        self._grad_works: list[dist.Work] = []  # under way
+        self._param_works: list[dist.Work] = []
 
     def start_grad_reduce(self) -> None:
         """Sum the gradients over DP; afterwards only `grad_shard` is valid."""
         if self._dp.size == 1:
             return
-        assert self._dp.group is not None and self._grad_work is None
-        if self.is_sharded and self.grad_data.device.type == "cpu":
-            self._grad_work = _shard_by_shard(dist.reduce, self.grad_data, self._dp)
+        assert self._dp.group is not None and not self._grad_works
+        group, whole = self._dp.group, self.grad_data
+        if self.is_sharded and whole.device.type == "cpu":
+            self._grad_works = _shard_by_shard(dist.reduce, whole, self._dp)
         elif self.is_sharded:
-            self._grad_work = reduce_scatter_tensor(self._reduced, self.grad_data, group=self._dp.group, async_op=True)
+            self._grad_works = [reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)]
         else:
-            self._grad_work = dist.all_reduce(self.grad_data, group=self._dp.group, async_op=True)
+            self._grad_works = [dist.all_reduce(whole, group=group, async_op=True)]
 
     def finish_grad_reduce(self) -> None:
         """Once per iteration: `grad_shard` holds the sum."""
-        if self._grad_work is not None:
-            self._grad_work.wait()
-            self._grad_work = None
+        for work in self._grad_works:
+            work.wait()
+        self._grad_works = []
         if self.grad_shard is not self._reduced:  # bf16 gradients: clipping and the update need them in fp32
             self.grad_shard.copy_(self._reduced)
 
     @property
     def params_complete(self) -> bool:
         """No gather is under way."""
-        return self._param_work is None
+        return not self._param_works
 
     def start_param_gather(self) -> None:
         """Fill `param_data` with the `param_shard` of every rank."""
         if not self.is_sharded:
             return
-        assert self._dp.group is not None and self._param_work is None
-        if self.param_data.device.type == "cpu":
-            self._param_work = _shard_by_shard(dist.broadcast, self.param_data, self._dp)
+        assert self._dp.group is not None and not self._param_works
+        group, whole = self._dp.group, self.param_data
+        if whole.device.type == "cpu":
+            self._param_works = _shard_by_shard(dist.broadcast, whole, self._dp)
         else:
-            self._param_work = all_gather_into_tensor(
-                self.param_data, self.param_shard, group=self._dp.group, async_op=True
-            )
+            self._param_works = [all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -272,9 +257,9 @@ class Bucket:
         return whole
 
     def finish_param_gather(self) -> None:
-        if self._param_work is not None:
-            self._param_work.wait()
-            self._param_work = None
+        for work in self._param_works:
+            work.wait()
+        self._param_works = []
 
     def grad_ranges(self, keep: Callable[[ParamInfo], bool]) -> list[torch.Tensor]:
         """Views of `grad_shard` that cover the parameters that satisfy `keep`, as few as can be."""

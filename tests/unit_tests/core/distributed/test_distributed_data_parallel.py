@@ -217,7 +217,7 @@ def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training
     chunk.train(training)
     expected = [p.detach().clone() for p in chunk.parameters()]
     for bucket in chunk.buckets:
-        bucket._param_work = LateGather(bucket)
+        bucket._param_works = [LateGather(bucket)]
     loss = chunk(*inputs, **keywords).sum()
     loss.backward()
     assert torch.isfinite(loss) and all(torch.isfinite(p.main_grad).all() for p in chunk.parameters())
@@ -230,12 +230,10 @@ def test_layers_wait_for_their_own_buckets_only():
         DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1),
     )
     for bucket in chunk.buckets:
-        bucket._param_work = LateGather(bucket)
+        bucket._param_works = [LateGather(bucket)]
     still_late = []
     for layer in chunk.module.decoder.layers:
-        layer.register_forward_pre_hook(
-            lambda *_: still_late.append(sum(b._param_work is not None for b in chunk.buckets))
-        )
+        layer.register_forward_pre_hook(lambda *_: still_late.append(sum(not b.params_complete for b in chunk.buckets)))
     chunk(*batch(0))
     assert still_late == [8, 4, 0], "four parameters per layer, each its own bucket"
 
